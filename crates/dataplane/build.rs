@@ -25,13 +25,13 @@ fn main() {
         writeln!(skeleton_modules, "pub mod {program_name} {{ include!({:?}); }}", skeleton_path.display().to_string())
             .unwrap();
     }
-    let object_entry = |program_name: &String| {
+    let format_object_entry = |program_name: &String| {
         format!(
             "({program_name:?}, include_bytes!({:?}) as &[u8])",
             output_directory.join(format!("{program_name}.bpf.o"))
         )
     };
-    let object_entries: Vec<String> = program_sources.keys().map(object_entry).collect();
+    let object_entries: Vec<String> = program_sources.keys().map(format_object_entry).collect();
     writeln!(
         skeleton_modules,
         "pub const OBJECTS: [(&str, &[u8]); {}] = [{}];",
@@ -49,8 +49,8 @@ fn find_program_sources(source_directory: &Path) -> BTreeMap<String, PathBuf> {
     };
     let subdirectories = list_directory(source_directory).into_iter().filter(|path| path.is_dir());
     let source_files = subdirectories.flat_map(|directory| list_directory(&directory));
-    let program_name = |path: &PathBuf| path.file_name()?.to_str()?.strip_suffix(".bpf.c").map(String::from);
-    source_files.filter_map(|path| Some((program_name(&path)?, path))).collect()
+    let parse_program_name = |path: &PathBuf| path.file_name()?.to_str()?.strip_suffix(".bpf.c").map(String::from);
+    source_files.filter_map(|path| Some((parse_program_name(&path)?, path))).collect()
 }
 
 /// Returns the arguments for clang. `-mcpu=v3`, with 32-bit operations, is the newest BPF instruction set that Linux

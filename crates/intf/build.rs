@@ -22,14 +22,14 @@ const ENUMS_WITH_NAME_LISTS: [(&str, &str, &str); 10] = [
     ("intake_counter", "INTAKE_COUNTER_", "INTAKE_COUNTER_NAMES"),
 ];
 
-type EnumVariants = Arc<Mutex<Vec<(String, String, i64)>>>;
+type CollectedEnumVariants = Arc<Mutex<Vec<(String, String, i64)>>>;
 
 #[derive(Debug)]
-struct EnumCollector {
-    enum_variants: EnumVariants,
+struct EnumVariantCollector {
+    enum_variants: CollectedEnumVariants,
 }
 
-impl ParseCallbacks for EnumCollector {
+impl ParseCallbacks for EnumVariantCollector {
     fn add_derives(&self, _info: &DeriveInfo<'_>) -> Vec<String> {
         [
             "zerocopy::FromBytes",
@@ -87,11 +87,11 @@ fn main() {
     let header = include_directory.join("intf.h");
     println!("cargo::rerun-if-changed={}", include_directory.display());
     println!("cargo::rerun-if-changed=build.rs");
-    let enum_variants = EnumVariants::default();
+    let enum_variants = CollectedEnumVariants::default();
     let bindings = bindgen::Builder::default()
         .header(header.display().to_string())
         .allowlist_file(".*/bpf/include/[a-z_]+\\.h")
-        .parse_callbacks(Box::new(EnumCollector { enum_variants: enum_variants.clone() }))
+        .parse_callbacks(Box::new(EnumVariantCollector { enum_variants: enum_variants.clone() }))
         .derive_default(true)
         .layout_tests(false)
         .prepend_enum_name(false)

@@ -8,13 +8,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use coreward_daemon::Controllers;
+use coreward_daemon::ControllerAddresses;
 use coreward_dataplane::clock::monotonic_ms;
 use coreward_dataplane::pins;
-use coreward_dataplane::server::{ServerOptions, ServerPrograms};
+use coreward_dataplane::server::{ServerProgramOptions, ServerPrograms};
 use coreward_dataplane::sockets::query_open_sockets;
 use coreward_dataplane::vlan_device;
-use coreward_dispatch::dispatcher::{self, Dispatcher};
+use coreward_dispatch::dispatcher::{self, DispatcherHandle};
 use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::key_activation;
@@ -22,7 +22,7 @@ use coreward_model::rss::RssConfig;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{AgentConfiguration, AgentService, SocketAnswer, SocketQuery, UnusableService, v1};
 
-use crate::config::{self, Config};
+use crate::config::{self, AgentConfig};
 use crate::connection_counter::ConnectionCounter;
 use crate::daisy_chain::DaisyChain;
 use crate::decapsulation::{self, Decapsulator};
@@ -30,15 +30,15 @@ use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoadFile;
 use crate::load::{LoadSource, queues};
 use crate::rss::RssDevice;
-use crate::rss::ethtool::EthtoolRss;
-use crate::rss::input::TransformSearch;
-use crate::rss::manager::{DesiredRss, RssManager};
-use crate::rss::rss_verifier::{RssVerdict, RssVerifier};
-use crate::rss::testbed::TestbedRss;
+use crate::rss::ethtool::EthtoolRssDevice;
+use crate::rss::input::InputTransformSearch;
+use crate::rss::manager::{DesiredRssSettings, RssManager};
+use crate::rss::rss_verifier::{RssTableVerdict, RssTableVerifier};
+use crate::rss::testbed::TestbedRssDevice;
 use crate::rss_conflicts::RssConflicts;
 use crate::saved_settings::SettingsStore;
-use crate::stall::{HandshakeCounters, StallDetector};
-use crate::steering::{self, Steering};
+use crate::stall::{ConnectionStallDetector, HandshakeCounters};
+use crate::steering::{self, ConnectionSteering};
 use crate::unstamped_syn_acks::{self, UnstampedSynAckMonitor};
 use crate::{dispatch, timestamps};
 
@@ -47,22 +47,22 @@ pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 const RSS_CONFLICT_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
-    config: Config,
+    config: AgentConfig,
     /// Name of the network device that has the receive queues: the configured interface, or the device below it if it
     /// is a VLAN interface.
     nic_name: String,
     saved_settings: SettingsStore,
     bpf_programs: ServerPrograms,
     rss_manager: RssManager,
-    syn_rss_verifier: RssVerifier,
+    syn_rss_verifier: RssTableVerifier,
     /// Verifier of the receive queues of established connections, which a NIC's flow director may change.
-    established_rss_verifier: RssVerifier,
-    input_transform_search: TransformSearch,
+    established_rss_verifier: RssTableVerifier,
+    input_transform_search: InputTransformSearch,
     load_source: Box<dyn LoadSource>,
-    steering: Steering,
+    steering: ConnectionSteering,
     daisy_chain: DaisyChain,
     decapsulator: Decapsulator,
-    stall_detector: StallDetector,
+    stall_detector: ConnectionStallDetector,
     unstamped_syn_ack_monitor: UnstampedSynAckMonitor,
     cpu_of_queue: Vec<usize>,
     applied_configuration: Option<AgentConfiguration>,
@@ -73,10 +73,10 @@ pub struct Agent {
     report_sequence_number: u64,
     core_busy_ns: Vec<u64>,
     load_read_error: Option<String>,
-    warnings: Vec<String>,
+    maintenance_warnings: Vec<String>,
     rss_conflict_warnings: Vec<String>,
     last_rss_conflict_check: Option<Instant>,
-    dispatcher: Option<Dispatcher>,
+    dispatcher: Option<DispatcherHandle>,
     connection_counter: ConnectionCounter,
 }
 
@@ -86,16 +86,18 @@ fn find_interface_index(interface: &str) -> anyhow::Result<u32> {
         .with_context(|| format!("interface {interface}: expected a device of this network namespace"))
 }
 
-fn create_rss_device(config: &Config, nic_name: &str) -> Box<dyn RssDevice> {
+fn create_rss_device(config: &AgentConfig, nic_name: &str) -> Box<dyn RssDevice> {
     match &config.rss {
-        config::Rss::Ethtool {} => Box::new(EthtoolRss::new(nic_name)),
-        config::Rss::Testbed { path, entries } => Box::new(TestbedRss::new(path.clone(), nic_name, *entries)),
+        config::RssSourceConfig::Ethtool {} => Box::new(EthtoolRssDevice::new(nic_name)),
+        config::RssSourceConfig::Testbed { path, entries } => {
+            Box::new(TestbedRssDevice::new(path.clone(), nic_name, *entries))
+        }
     }
 }
 
 /// Attaches the BPF programs, or takes over the programs of an earlier process.
-fn attach_programs(config: &Config, interface_index: u32) -> anyhow::Result<ServerPrograms> {
-    let bpf_programs = ServerPrograms::attach(ServerOptions {
+fn attach_programs(config: &AgentConfig, interface_index: u32) -> anyhow::Result<ServerPrograms> {
+    let bpf_programs = ServerPrograms::attach(ServerProgramOptions {
         interface_index,
         pin_directory: config.pin_directory.clone(),
         sample_every_syn: false,
@@ -111,37 +113,37 @@ fn attach_programs(config: &Config, interface_index: u32) -> anyhow::Result<Serv
     Ok(bpf_programs)
 }
 
-fn start_load_source(config: &config::Load) -> anyhow::Result<Box<dyn LoadSource>> {
+fn start_load_source(config: &config::LoadSourceConfig) -> anyhow::Result<Box<dyn LoadSource>> {
     Ok(match config {
-        config::Load::Cpu {} => Box::new(CpuLoadSource::start()?),
-        config::Load::Published { path } => Box::new(PublishedLoadFile::new(path.clone())),
+        config::LoadSourceConfig::Cpu {} => Box::new(CpuLoadSource::start()?),
+        config::LoadSourceConfig::Published { path } => Box::new(PublishedLoadFile::new(path.clone())),
     })
 }
 
 impl Agent {
     /// Attaches the BPF programs or takes over those of an earlier process, and reads the NIC's settings. Fails if the
     /// interface does not exist or the kernel rejects a program.
-    pub fn start(config: Config) -> anyhow::Result<Self> {
+    pub fn start(config: AgentConfig) -> anyhow::Result<Self> {
         let interface_index = find_interface_index(&config.interface)?;
         let nic_name = vlan_device::underlying_device_or_self(&config.interface);
         let saved_settings = SettingsStore::open(&config.pin_directory)?;
         let bpf_programs = attach_programs(&config, interface_index)?;
         let mut agent = Self {
-            dispatcher: config.dispatch.as_ref().map(Dispatcher::start).transpose()?,
+            dispatcher: config.dispatch.as_ref().map(DispatcherHandle::start).transpose()?,
             load_source: start_load_source(&config.load)?,
-            steering: Steering::new(config.steer, &config.pin_directory),
+            steering: ConnectionSteering::new(config.steer, &config.pin_directory),
             daisy_chain: DaisyChain::new(&config.interface),
             decapsulator: Decapsulator::start(&config, interface_index)?,
-            stall_detector: StallDetector::starting_at(read_handshake_counters(&bpf_programs)),
+            stall_detector: ConnectionStallDetector::starting_at(read_handshake_counters(&bpf_programs)),
             unstamped_syn_ack_monitor: UnstampedSynAckMonitor::starting_at(unstamped_syn_ack_count(&bpf_programs)),
             rss_manager: RssManager::new(create_rss_device(&config, &nic_name)),
             nic_name,
             config,
             saved_settings,
             bpf_programs,
-            syn_rss_verifier: RssVerifier::default(),
-            established_rss_verifier: RssVerifier::default(),
-            input_transform_search: TransformSearch::default(),
+            syn_rss_verifier: RssTableVerifier::default(),
+            established_rss_verifier: RssTableVerifier::default(),
+            input_transform_search: InputTransformSearch::default(),
             cpu_of_queue: vec![],
             applied_configuration: None,
             rejected_updates: Vec::new(),
@@ -149,7 +151,7 @@ impl Agent {
             report_sequence_number: 0,
             core_busy_ns: vec![],
             load_read_error: None,
-            warnings: vec![],
+            maintenance_warnings: vec![],
             rss_conflict_warnings: vec![],
             last_rss_conflict_check: None,
             connection_counter: ConnectionCounter::default(),
@@ -176,13 +178,13 @@ impl Agent {
         self.config.tls.as_ref()
     }
 
-    pub fn controllers(&self) -> &Controllers {
+    pub fn controllers(&self) -> &ControllerAddresses {
         &self.config.controllers
     }
 
     /// Returns the warnings of the last maintenance run, for `coreward status`.
-    pub fn warnings(&self) -> &[String] {
-        &self.warnings
+    pub fn maintenance_warnings(&self) -> &[String] {
+        &self.maintenance_warnings
     }
 
     pub fn report_interval(&self) -> Duration {
@@ -201,7 +203,7 @@ impl Agent {
     /// Returns the configuration generation to confirm to the controller, or 0 if there is none. A configuration is
     /// confirmed only after the server has switched to its cookie key. Until then, packets are stamped with the
     /// previous key, which the controller may overwrite once all servers have confirmed.
-    fn confirmed_generation(&self) -> u64 {
+    fn confirmed_config_generation(&self) -> u64 {
         let (_, key_switch_ms) = self.bpf_programs.keys_and_switch_ms();
         let is_new_key_in_force = monotonic_ms().wrapping_sub(key_switch_ms) as i32 >= 0;
         if is_new_key_in_force { self.accepted_config_generation } else { 0 }
@@ -272,7 +274,7 @@ impl Agent {
     fn try_apply_configuration(&mut self, new_configuration: &AgentConfiguration) -> anyhow::Result<()> {
         let old_configuration = self.applied_configuration.as_ref();
         if old_configuration.is_none_or(|old| old.keys != new_configuration.keys) {
-            let key_switch_ms = key_activation::activation_time_ms(
+            let key_switch_ms = key_activation::key_activation_time_ms(
                 &self.bpf_programs.keys_and_switch_ms(),
                 &new_configuration.keys,
                 monotonic_ms(),
@@ -288,7 +290,7 @@ impl Agent {
             self.apply_services(new_configuration)?;
         }
         if self.config.manage_rss {
-            let desired_rss = DesiredRss {
+            let desired_rss = DesiredRssSettings {
                 rss_key: new_configuration.fleet_rss_key.clone(),
                 table_seed: new_configuration.server_id,
             };
@@ -301,7 +303,7 @@ impl Agent {
     /// Applies the services, and the address family of the outer headers of encapsulated packets.
     fn apply_services(&mut self, configuration: &AgentConfiguration) -> anyhow::Result<()> {
         if self.config.manage_timestamps && has_stamped_services(configuration) {
-            timestamps::manage_sysctl(stamps_new_connections(configuration), &mut self.saved_settings)?;
+            timestamps::manage_timestamps_sysctl(stamps_new_connections(configuration), &mut self.saved_settings)?;
         }
         let service_parameters: Vec<_> =
             configuration.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
@@ -311,7 +313,7 @@ impl Agent {
         // Only TCP services are steered, because only they have listening sockets.
         let tcp_services = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
         let tcp_service_addresses: Vec<_> = tcp_services.map(|service| service.address).collect();
-        self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map())
+        self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map_fd())
     }
 
     /// Rereads settings that other programs may change: the NIC's RSS, the CPUs of its queues, and the workers. Called
@@ -325,33 +327,35 @@ impl Agent {
         self.renew_bpf_map_times();
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
         let rss_warning = self.verify_rss();
-        self.warnings.clear();
+        self.maintenance_warnings.clear();
         if let Some(configuration) =
             self.applied_configuration.as_ref().filter(|configuration| has_stamped_services(configuration))
         {
-            self.warnings.extend(timestamps::sysctl_warning(stamps_new_connections(configuration)));
+            self.maintenance_warnings
+                .extend(timestamps::timestamps_sysctl_warning(stamps_new_connections(configuration)));
         }
-        self.warnings.extend(self.daisy_chain.unresolved_servers_warning());
-        self.warnings.extend(self.decapsulator.missing_program_warning());
-        self.warnings.extend(
+        self.maintenance_warnings.extend(self.daisy_chain.unresolved_servers_warning());
+        self.maintenance_warnings.extend(self.decapsulator.missing_program_warning());
+        self.maintenance_warnings.extend(
             self.stall_detector.observe_counters(read_handshake_counters(&self.bpf_programs)).map(str::to_owned),
         );
         let foreign_clock_count = unstamped_syn_ack_count(&self.bpf_programs);
-        self.warnings.extend(self.unstamped_syn_ack_monitor.observe_count(foreign_clock_count, Instant::now()));
+        self.maintenance_warnings
+            .extend(self.unstamped_syn_ack_monitor.observe_count(foreign_clock_count, Instant::now()));
         let services = self.applied_configuration.iter().flat_map(|configuration| &configuration.services);
         let forwarded_services = services.filter(|service| self.bpf_programs.forwards_syn_acks(&service.address));
-        self.warnings.extend(forwarded_services.filter_map(unstamped_syn_acks::describe_lost_features));
-        self.warnings.extend(self.rss_manager.rss_problem().map(str::to_owned));
-        self.warnings.extend(rss_warning);
-        self.warnings.extend(self.connection_counter.warning());
-        self.warnings.extend(self.load_source.warnings());
-        self.warnings.extend(self.steering.update(&self.cpu_of_queue));
-        self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
+        self.maintenance_warnings.extend(forwarded_services.filter_map(unstamped_syn_acks::describe_lost_features));
+        self.maintenance_warnings.extend(self.rss_manager.rss_problem().map(str::to_owned));
+        self.maintenance_warnings.extend(rss_warning);
+        self.maintenance_warnings.extend(self.connection_counter.uncounted_connections_warning());
+        self.maintenance_warnings.extend(self.load_source.warnings());
+        self.maintenance_warnings.extend(self.steering.update_and_list_warnings(&self.cpu_of_queue));
+        self.maintenance_warnings.extend(self.dispatcher.iter().flat_map(dispatch::dispatcher_warnings));
         if self.last_rss_conflict_check.is_none_or(|checked_at| checked_at.elapsed() > RSS_CONFLICT_CHECK_INTERVAL) {
             self.rss_conflict_warnings = RssConflicts::gather(&self.nic_name).describe_conflicts(&self.nic_name);
             self.last_rss_conflict_check = Some(Instant::now());
         }
-        self.warnings.extend(self.rss_conflict_warnings.iter().cloned());
+        self.maintenance_warnings.extend(self.rss_conflict_warnings.iter().cloned());
     }
 
     /// Renews the 32-bit times in BPF maps before they are so old that their difference to the current time overflows.
@@ -365,7 +369,7 @@ impl Agent {
     }
 
     fn on_rss_changed(&mut self) {
-        self.bpf_programs.set_rss_config(self.rss_manager.known_rss(), self.rss_manager.change_count() as u32);
+        self.bpf_programs.set_rss_config(self.rss_manager.known_rss(), self.rss_manager.settings_change_count() as u32);
         let (matched_count, mismatched_count) = self.syn_queue_match_counts();
         self.syn_rss_verifier.restart(matched_count, mismatched_count);
         let (matched_count, mismatched_count) = self.established_queue_match_counts();
@@ -383,15 +387,16 @@ impl Agent {
         let known_rss = self.rss_manager.known_rss()?;
         let syn_verdict =
             self.syn_rss_verifier.observe_counts(&known_rss.indirection_table, matched_count, mismatched_count);
-        if syn_verdict == RssVerdict::NotInForce {
-            let syn_samples = self.bpf_programs.syn_samples_after(self.input_transform_search.last_sample_number());
+        if syn_verdict == RssTableVerdict::NotInForce {
+            let syn_samples =
+                self.bpf_programs.syn_samples_after_sequence(self.input_transform_search.last_sample_number());
             if let Some(input_transform) = self.input_transform_search.observe_samples(known_rss, &syn_samples) {
                 self.rss_manager.set_observed_transform(input_transform);
                 self.on_rss_changed();
                 return None;
             }
         }
-        if syn_verdict == RssVerdict::NotInForce {
+        if syn_verdict == RssTableVerdict::NotInForce {
             return Some(format!(
                 "the RSS table that {} shows is not in force: {mismatched_count} of {} SYNs arrived on another receive \
                  queue",
@@ -402,7 +407,7 @@ impl Agent {
         let (matched_count, mismatched_count) = self.established_queue_match_counts();
         let established_verdict =
             self.established_rss_verifier.observe_counts(&known_rss.indirection_table, matched_count, mismatched_count);
-        (established_verdict == RssVerdict::NotInForce).then(|| {
+        (established_verdict == RssTableVerdict::NotInForce).then(|| {
             format!(
                 "{} moves open connections to other receive queues than RSS chose: {mismatched_count} of {} packets \
                  sampled (ATR of ixgbe and i40e? `coreward doctor` names the remedy)",
@@ -414,10 +419,10 @@ impl Agent {
 
     fn established_queue_match_counts(&self) -> (u64, u64) {
         let counters = self.bpf_programs.counters();
-        let counter_value = |counter: intf::server_counter| counters[counter as usize];
+        let read_counter = |counter: intf::server_counter| counters[counter as usize];
         (
-            counter_value(intf::SERVER_COUNTER_RSS_ESTABLISHED_MATCHED),
-            counter_value(intf::SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED),
+            read_counter(intf::SERVER_COUNTER_RSS_ESTABLISHED_MATCHED),
+            read_counter(intf::SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED),
         )
     }
 
@@ -436,8 +441,8 @@ impl Agent {
 
     /// Applies the `[dispatch]` section of the changed `config_file`, and logs that other changes need a restart. If
     /// this fails, for example because the kernel rejects a change, the previous state remains.
-    pub fn reload_config(&mut self, config_file: &Path, config: Config) -> anyhow::Result<()> {
-        if (Config { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
+    pub fn reload_config(&mut self, config_file: &Path, config: AgentConfig) -> anyhow::Result<()> {
+        if (AgentConfig { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
             tracing::warn!(
                 event = "restart-required",
                 file = %config_file.display(),
@@ -448,7 +453,7 @@ impl Agent {
             (Some(dispatcher), Some(dispatch_config)) if dispatcher.is_running() => {
                 dispatcher.replace_config(dispatch_config.clone())?
             }
-            (_, Some(dispatch_config)) => self.dispatcher = Some(Dispatcher::start(dispatch_config)?),
+            (_, Some(dispatch_config)) => self.dispatcher = Some(DispatcherHandle::start(dispatch_config)?),
             (_, None) => self.stop_dispatch()?,
         }
         self.config.dispatch = config.dispatch;
@@ -459,7 +464,7 @@ impl Agent {
     /// Stops the dispatch of requests, so that the kernel selects the worker of each request again.
     fn stop_dispatch(&mut self) -> anyhow::Result<()> {
         self.dispatcher = None;
-        self.config.dispatch.take().map_or(Ok(()), |dispatch_config| dispatcher::detach(&dispatch_config))
+        self.config.dispatch.take().map_or(Ok(()), |dispatch_config| dispatcher::detach_services(&dispatch_config))
     }
 
     /// Restores the NIC's RSS at an orderly shutdown. The BPF programs and the sysctl remain while services are
@@ -474,11 +479,11 @@ impl Agent {
             );
             return Ok(());
         }
-        self.detach()
+        self.detach_programs()
     }
 
     /// Removes the BPF programs and restores all settings. This breaks stamped connections.
-    pub fn detach(mut self) -> anyhow::Result<()> {
+    pub fn detach_programs(mut self) -> anyhow::Result<()> {
         self.stop_dispatch()?;
         self.rss_manager.restore_original_settings(&mut self.saved_settings);
         steering::end_all_steering(&self.config.pin_directory)?;

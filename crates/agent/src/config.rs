@@ -3,17 +3,19 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
-use coreward_config::{AbsolutePath, InterfaceName, Name, config_enum, config_file, config_struct, string_enum};
-use coreward_daemon::Controllers;
+use coreward_config::{
+    AbsolutePath, InterfaceName, PrintableName, config_enum, config_file, config_struct, string_enum,
+};
+use coreward_daemon::ControllerAddresses;
 
 config_struct! {
     /// Configuration of the agent. Services, ids and keys come from the controller.
     #[derive(Debug, Clone, PartialEq, Eq)]
-    pub struct Config {
+    pub struct AgentConfig {
         /// Name of this server in the fleet document.
-        pub server: String as Name,
+        pub server: String as PrintableName,
         /// Addresses of the controllers: one address, or a list.
-        pub controllers as "controller": Controllers,
+        pub controllers as "controller": ControllerAddresses,
         /// Ethernet device that receives and sends the services' packets.
         pub interface: String as InterfaceName,
         /// Directory for pinned programs and maps in a BPF file system, created if it is missing; one per agent.
@@ -23,11 +25,11 @@ config_struct! {
         /// Whether the agent sets net.ipv4.tcp_timestamps=2 for stamped services; if not, the operator must set it.
         pub manage_timestamps: bool = true,
         /// Selection of the worker for connections on receive queue k.
-        pub steer: Steer = Steer::Affinity,
+        pub steer: SteeringMode = SteeringMode::Affinity,
         /// Source of the cores' loads.
-        pub load: Load = Load::Cpu {},
+        pub load: LoadSourceConfig = LoadSourceConfig::Cpu {},
         /// Source of the RSS key and indirection table.
-        pub rss: Rss = Rss::Ethtool {},
+        pub rss: RssSourceConfig = RssSourceConfig::Ethtool {},
         /// Load balancers whose encapsulated packets are accepted, by address; without it, none are decapsulated.
         pub decapsulate_from: Option<Vec<IpAddr>>,
         /// Address and port at which Prometheus can read metrics; without it, no metrics are served.
@@ -35,13 +37,13 @@ config_struct! {
         /// Own certificate and trusted authorities; without it, connections are neither encrypted nor authenticated.
         pub tls: Option<coreward_tls::CredentialFiles>,
         /// Dispatch of requests to the workers of UDP services.
-        pub dispatch: Option<coreward_dispatch::config::Config>,
+        pub dispatch: Option<coreward_dispatch::config::DispatchConfig>,
     }
 }
 
 /// Selection of the worker for the connections that RSS assigns to core k.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Steer {
+pub enum SteeringMode {
     /// Worker that may run on the CPU of core k and on no other CPU.
     #[default]
     Affinity,
@@ -52,16 +54,16 @@ pub enum Steer {
 }
 
 string_enum!(
-    Steer,
+    SteeringMode,
     "steering",
-    [("affinity", Steer::Affinity), ("order", Steer::Order), ("off", Steer::Off)]
+    [("affinity", SteeringMode::Affinity), ("order", SteeringMode::Order), ("off", SteeringMode::Off)]
         .map(|(name, steer)| (name.to_owned(), steer))
 );
 
 config_enum! {
     /// Source of the cores' loads.
     #[derive(Debug, Clone, PartialEq, Eq)]
-    pub enum Load by "source" {
+    pub enum LoadSourceConfig by "source" {
         /// Busy time of the CPU that serves each receive queue.
         Cpu as "cpu" {},
         /// File with the busy time of each core in ns, as little-endian u64.
@@ -75,7 +77,7 @@ config_enum! {
 config_enum! {
     /// Source of the RSS key and indirection table.
     #[derive(Debug, Clone, PartialEq, Eq)]
-    pub enum Rss by "source" {
+    pub enum RssSourceConfig by "source" {
         /// NIC, by the ioctl ETHTOOL_GRSSH.
         Ethtool as "ethtool" {},
         /// Emulated NIC of the testbed.
@@ -88,43 +90,46 @@ config_enum! {
     }
 }
 
-config_file!(Config);
+config_file!(AgentConfig);
 
 #[cfg(test)]
 mod tests {
-    use coreward_config::Source;
+    use coreward_config::TomlSource;
 
     use super::*;
 
-    const MINIMAL_CONFIG: &str = r#"server = "s1"
+    const MINIMAL_CONFIG_TOML: &str = r#"server = "s1"
 controller = "10.1.0.1:7400"
 interface = "eth0"
 pin_directory = "/sys/fs/bpf/coreward/agent"
 "#;
 
-    fn parse(text: &str) -> Result<Config, String> {
-        Config::parse(&Source::from_text("agent.toml", text)).map_err(|mistakes| mistakes.to_string())
+    fn parse_config(text: &str) -> Result<AgentConfig, String> {
+        AgentConfig::parse(&TomlSource::from_text("agent.toml", text)).map_err(|mistakes| mistakes.to_string())
     }
 
     #[test]
     fn minimal_file_gets_defaults() {
-        let config = parse(MINIMAL_CONFIG).unwrap();
+        let config = parse_config(MINIMAL_CONFIG_TOML).unwrap();
         assert_eq!((config.manage_rss, config.manage_timestamps), (false, true));
-        assert_eq!((config.steer, config.load, config.rss), (Steer::Affinity, Load::Cpu {}, Rss::Ethtool {}));
+        assert_eq!(
+            (config.steer, config.load, config.rss),
+            (SteeringMode::Affinity, LoadSourceConfig::Cpu {}, RssSourceConfig::Ethtool {})
+        );
         assert_eq!(config.dispatch, None);
     }
 
     #[test]
     fn every_key_in_the_agent_file_of_testbed_is_parsed() {
         let text = format!(
-            "{MINIMAL_CONFIG}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
+            "{MINIMAL_CONFIG_TOML}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
              load = {{ source = \"published\", path = \"/tmp/busy\" }}\nrss = {{ source = \"testbed\", path = \"/r\" \
              }}\n"
         );
-        let config = parse(&text).unwrap();
-        assert_eq!((config.manage_rss, config.manage_timestamps, config.steer), (true, false, Steer::Order));
-        assert_eq!(config.load, Load::Published { path: "/tmp/busy".into() });
-        assert_eq!(config.rss, Rss::Testbed { path: "/r".into(), entries: 128 });
+        let config = parse_config(&text).unwrap();
+        assert_eq!((config.manage_rss, config.manage_timestamps, config.steer), (true, false, SteeringMode::Order));
+        assert_eq!(config.load, LoadSourceConfig::Published { path: "/tmp/busy".into() });
+        assert_eq!(config.rss, RssSourceConfig::Testbed { path: "/r".into(), entries: 128 });
     }
 
     #[test]
@@ -132,24 +137,26 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
         let service_toml = "listen = \"0.0.0.0:53\"\npolicy = \"jlq\"\n";
         let dispatch_toml = format!("[[service]]\n{service_toml}[[service.type]]\nprefix = \"get \"\n");
         let dispatch_config =
-            coreward_dispatch::config::Config::parse(&Source::from_text("dispatch.toml", &dispatch_toml)).unwrap();
+            coreward_dispatch::config::DispatchConfig::parse(&TomlSource::from_text("dispatch.toml", &dispatch_toml))
+                .unwrap();
         let text = format!(
-            "{MINIMAL_CONFIG}[[dispatch.service]]\n{service_toml}[[dispatch.service.type]]\nprefix = \"get \"\n"
+            "{MINIMAL_CONFIG_TOML}[[dispatch.service]]\n{service_toml}[[dispatch.service.type]]\nprefix = \"get \"\n"
         );
-        assert_eq!(parse(&text).unwrap().dispatch, Some(dispatch_config));
+        assert_eq!(parse_config(&text).unwrap().dispatch, Some(dispatch_config));
         assert_eq!(
-            parse(&format!("{MINIMAL_CONFIG}[[dispatch.service]]\nlisten = \"0.0.0.0:53\"\nbound = 0\n")).unwrap_err(),
+            parse_config(&format!("{MINIMAL_CONFIG_TOML}[[dispatch.service]]\nlisten = \"0.0.0.0:53\"\nbound = 0\n"))
+                .unwrap_err(),
             "agent.toml:7:9: key `dispatch.service.bound`: 0: expected a whole number from 1 to 65535"
         );
         assert_eq!(
-            parse(&format!(
-                "{MINIMAL_CONFIG}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n{service_toml}"
+            parse_config(&format!(
+                "{MINIMAL_CONFIG_TOML}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n{service_toml}"
             ))
             .unwrap_err(),
             "agent.toml:6:11: key `dispatch.metrics`: 127.0.0.1:9440: expected `metrics` outside of this table: the \
              daemon serves all"
         );
-        let error_text = parse(&format!("{MINIMAL_CONFIG}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
+        let error_text = parse_config(&format!("{MINIMAL_CONFIG_TOML}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
         assert_eq!(error_text.lines().count(), 2, "{error_text}");
         assert!(error_text.contains("agent.toml:6:1: key `dispatch.service.liste`: is not known"), "{error_text}");
     }
@@ -179,7 +186,10 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
             ),
         ];
         for (line, message) in cases {
-            assert_eq!(parse(&format!("{MINIMAL_CONFIG}{line}\n")).unwrap_err(), format!("agent.toml:{message}"));
+            assert_eq!(
+                parse_config(&format!("{MINIMAL_CONFIG_TOML}{line}\n")).unwrap_err(),
+                format!("agent.toml:{message}")
+            );
         }
     }
 }

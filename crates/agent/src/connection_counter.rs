@@ -30,7 +30,7 @@ pub struct ConnectionCounter {
 
 struct ConnectionCount {
     start_time: Instant,
-    duration: Duration,
+    counting_duration: Duration,
     configuration_generation: u64,
     counts_by_service: BTreeMap<String, u32>,
 }
@@ -44,7 +44,7 @@ impl ConnectionCounter {
         }
         let Some(configuration) = configuration else { return };
         if self.counting_thread.is_none() && self.is_count_due(configuration.is_draining) {
-            self.start_count(configuration);
+            self.start_counting(configuration);
         }
     }
 
@@ -55,7 +55,7 @@ impl ConnectionCounter {
         })
     }
 
-    fn start_count(&mut self, configuration: &AgentConfiguration) {
+    fn start_counting(&mut self, configuration: &AgentConfiguration) {
         let start_time = Instant::now();
         self.last_start_and_duration = Some((start_time, Duration::ZERO));
         let configuration_generation = configuration.generation;
@@ -66,7 +66,7 @@ impl ConnectionCounter {
             let counts_by_service = service_names.into_iter().zip(count_connections(&service_addresses)?).collect();
             Ok(ConnectionCount {
                 start_time,
-                duration: start_time.elapsed(),
+                counting_duration: start_time.elapsed(),
                 configuration_generation,
                 counts_by_service,
             })
@@ -79,7 +79,7 @@ impl ConnectionCounter {
 
     fn record_count_result(&mut self, count_result: anyhow::Result<ConnectionCount>) {
         if let (Some((_, last_duration)), Ok(connection_count)) = (&mut self.last_start_and_duration, &count_result) {
-            *last_duration = connection_count.duration;
+            *last_duration = connection_count.counting_duration;
         }
         let problem = count_result.as_ref().err().map(|error| format!("connections are not counted: {error:#}"));
         if let Err(error) = &count_result
@@ -102,14 +102,14 @@ impl ConnectionCounter {
 
     pub fn newest_counted_connections(&self) -> Option<CountedConnections> {
         self.newest_count.as_ref().map(|connection_count| CountedConnections {
-            age: connection_count.start_time.elapsed(),
+            count_age: connection_count.start_time.elapsed(),
             configuration_generation: connection_count.configuration_generation,
             connection_count_by_service: connection_count.counts_by_service.clone(),
         })
     }
 
     /// Returns the reason why connections could not be counted, for `coreward status`, or `None` if they were counted.
-    pub fn warning(&self) -> Option<String> {
+    pub fn uncounted_connections_warning(&self) -> Option<String> {
         self.count_problem.clone()
     }
 }

@@ -7,9 +7,9 @@ use std::time::Duration;
 use coreward_daemon::ControllerConnection;
 use coreward_daemon::metrics_endpoint::ScrapeReceiver;
 use coreward_dataplane::pins::PinDirectoryLock;
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_rpc::v1::control_client::ControlClient;
-use coreward_tls::Role;
+use coreward_tls::FleetRole;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::agent_update::Update;
 use coreward_wire::{AgentConfiguration, SocketQuery, v1};
@@ -22,7 +22,7 @@ use tonic::Streaming;
 use tonic::transport::Channel;
 
 use crate::agent::Agent;
-use crate::config::Config;
+use crate::config::AgentConfig;
 use crate::report_state::SentReportState;
 
 /// Interval of maintenance runs, which check whether other programs have changed settings.
@@ -30,15 +30,15 @@ const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Runs the agent until SIGTERM or SIGINT. SIGHUP makes it read the `[dispatch]` section again. On exit, the BPF
 /// programs remain pinned, and the NIC's RSS is restored. Fails if the configuration file is wrong, another agent uses
 /// the pin directory, the interface does not exist, or the kernel rejects the programs.
-pub fn run(config: &Path) -> anyhow::Result<()> {
+pub fn run_agent(config: &Path) -> anyhow::Result<()> {
     let config_file = config;
-    let config = Config::load(config_file)?;
+    let config = AgentConfig::load(config_file)?;
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
     let mut agent = Agent::start(config)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup_signal = signal(SignalKind::hangup())?;
         let scrape_receiver = ScrapeReceiver::listen(agent.metrics_address())?;
-        let background_tasks = BackgroundTasks {
+        let background_tasks = BackgroundTaskSources {
             maintenance_timer: start_timer(MAINTENANCE_INTERVAL),
             reload_signal_and_file: Some((hangup_signal, config_file.to_owned())),
             scrape_receiver,
@@ -58,7 +58,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 pub fn keep_agent_connected(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
         let controller_connection = new_controller_connection(agent)?;
-        let background_tasks = BackgroundTasks {
+        let background_tasks = BackgroundTaskSources {
             maintenance_timer: start_timer(MAINTENANCE_INTERVAL),
             reload_signal_and_file: None,
             scrape_receiver: ScrapeReceiver::default(),
@@ -71,12 +71,12 @@ fn new_controller_connection(agent: &Agent) -> anyhow::Result<ControllerConnecti
     ControllerConnection::new(
         agent.controllers().clone(),
         agent.tls_credential_files(),
-        &[Role::Controller, Role::Rack],
+        &[FleetRole::Controller, FleetRole::Rack],
     )
 }
 
 /// Periodic tasks of the agent, which also run while no controller is connected.
-struct BackgroundTasks {
+struct BackgroundTaskSources {
     maintenance_timer: Interval,
     /// Stream of SIGHUP signals, and the configuration file to read after each. `None` if there is no such file.
     reload_signal_and_file: Option<(Signal, PathBuf)>,
@@ -85,11 +85,11 @@ struct BackgroundTasks {
 
 enum BackgroundTask {
     Maintain,
-    Reload(PathBuf),
-    AnswerScrape(oneshot::Sender<Snapshot>),
+    ReloadConfig(PathBuf),
+    AnswerScrape(oneshot::Sender<MetricsSnapshot>),
 }
 
-impl BackgroundTasks {
+impl BackgroundTaskSources {
     /// Waits for the next background task. Cancel-safe: no task is lost if the future is dropped.
     async fn next_task(&mut self) -> BackgroundTask {
         let reload = async {
@@ -103,8 +103,8 @@ impl BackgroundTasks {
         };
         tokio::select! {
             _ = self.maintenance_timer.tick() => BackgroundTask::Maintain,
-            path = reload => BackgroundTask::Reload(path),
-            scrape = self.scrape_receiver.next_scrape() => BackgroundTask::AnswerScrape(scrape),
+            path = reload => BackgroundTask::ReloadConfig(path),
+            scrape = self.scrape_receiver.receive_scrape() => BackgroundTask::AnswerScrape(scrape),
         }
     }
 
@@ -130,14 +130,14 @@ impl BackgroundTask {
         let config_file = match self {
             Self::Maintain => return agent.run_maintenance(),
             Self::AnswerScrape(scrape) => {
-                let mut snapshot = agent.metrics(&connection.warnings());
+                let mut snapshot = agent.metrics_snapshot(&connection.certificate_warnings());
                 connection.add_metrics(&mut snapshot);
                 // Sending fails only if the client has disconnected, so the error is ignored.
                 return drop(scrape.send(snapshot));
             }
-            Self::Reload(path) => path,
+            Self::ReloadConfig(path) => path,
         };
-        let reload_result = Config::load(&config_file)
+        let reload_result = AgentConfig::load(&config_file)
             .map_err(anyhow::Error::from)
             .and_then(|config| agent.reload_config(&config_file, config));
         match reload_result {
@@ -158,10 +158,10 @@ impl BackgroundTask {
 
 /// Removes the BPF programs and restores all settings, which breaks stamped connections. Fails if the configuration
 /// file is wrong, an agent with this file is running, or something cannot be removed.
-pub fn detach(config: &Path) -> anyhow::Result<()> {
-    let config = Config::load(config)?;
+pub fn detach_agent(config: &Path) -> anyhow::Result<()> {
+    let config = AgentConfig::load(config)?;
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
-    Agent::start(config)?.detach()
+    Agent::start(config)?.detach_programs()
 }
 
 fn start_timer(period: Duration) -> Interval {
@@ -174,7 +174,7 @@ fn start_timer(period: Duration) -> Interval {
 async fn run_controller_sessions(
     agent: &mut Agent,
     mut connection: ControllerConnection,
-    mut tasks: BackgroundTasks,
+    mut tasks: BackgroundTaskSources,
 ) -> std::convert::Infallible {
     loop {
         let error = run_controller_session(&mut connection, agent, &mut tasks).await.err();
@@ -186,7 +186,7 @@ async fn run_controller_sessions(
 async fn run_controller_session(
     connection: &mut ControllerConnection,
     agent: &mut Agent,
-    tasks: &mut BackgroundTasks,
+    tasks: &mut BackgroundTaskSources,
 ) -> anyhow::Result<()> {
     let mut stream = ControllerStream::open(connection, agent, tasks).await?;
     loop {
@@ -216,7 +216,7 @@ impl ControllerStream {
     async fn open(
         connection: &mut ControllerConnection,
         agent: &mut Agent,
-        tasks: &mut BackgroundTasks,
+        tasks: &mut BackgroundTaskSources,
     ) -> anyhow::Result<Self> {
         let grpc_channel = tasks.run_tasks_until_complete(agent, connection, connection.connect()).await?;
         let mut client = ControlClient::new(grpc_channel);
@@ -232,7 +232,7 @@ impl ControllerStream {
         agent.begin_controller_stream();
         tracing::info!(
             event = "controller-connected",
-            controller = %connection.next_controller(),
+            controller = %connection.next_controller_address(),
             "the agent has opened its stream to the controller"
         );
         let report_timer = start_timer(agent.report_interval());
@@ -256,7 +256,7 @@ impl ControllerStream {
             }
             None => tracing::warn!(
                 event = "update-unknown",
-                controller = %connection.next_controller(),
+                controller = %connection.next_controller_address(),
                 "the controller has sent an update of a kind unknown to this agent, which ignores it: upgrade the agent"
             ),
         }
@@ -266,8 +266,10 @@ impl ControllerStream {
     }
 
     fn send_report(&mut self, agent: &mut Agent, connection: &ControllerConnection) {
-        let Some(report) = agent.next_report(&self.report_state, &connection.warnings()) else { return };
-        let next_report_state = self.report_state.after_sending_report(&report);
+        let Some(report) = agent.build_next_report(&self.report_state, &connection.certificate_warnings()) else {
+            return;
+        };
+        let next_report_state = self.report_state.state_after_sending_report(&report);
         // If the channel is full, the report is dropped, because the next one is complete.
         if self.message_sender.try_send(to_agent_message(Message::Report(report))).is_ok() {
             self.report_state = next_report_state;
@@ -282,7 +284,7 @@ fn apply_configuration(agent: &mut Agent, configuration: v1::AgentConfiguration,
         Err(error) => {
             tracing::warn!(
                 event = "configuration-rejected",
-                controller = %connection.next_controller(),
+                controller = %connection.next_controller_address(),
                 generation,
                 %error,
                 "the agent cannot decode the controller's configuration: the previous configuration stays in force"

@@ -7,7 +7,7 @@ use std::sync::mpsc::Receiver;
 
 use anyhow::Context as _;
 use coreward_dataplane::mac::MacAddress;
-use coreward_dataplane::neighbour::{MacChange, Resolver};
+use coreward_dataplane::neighbour::{NeighbourMacChange, NeighbourResolver};
 use coreward_dataplane::server::ServerPrograms;
 use coreward_model::ServerId;
 use coreward_wire::PreviousServer;
@@ -16,7 +16,7 @@ use coreward_wire::PreviousServer;
 pub struct DaisyChain {
     interface: String,
     /// Resolver of the servers' MAC addresses, and the channel for its results. `None` until there is a server.
-    resolver_and_changes: Option<(Resolver, Receiver<MacChange>)>,
+    resolver_and_changes: Option<(NeighbourResolver, Receiver<NeighbourMacChange>)>,
     server_ids_by_address: BTreeMap<IpAddr, Vec<ServerId>>,
     mac_addresses: HashMap<IpAddr, MacAddress>,
 }
@@ -55,8 +55,9 @@ impl DaisyChain {
                 .for_each(|id| bpf_programs.set_other_server_mac(*id, Some(*mac)));
         }
         if self.resolver_and_changes.is_none() && !self.server_ids_by_address.is_empty() {
-            self.resolver_and_changes =
-                Some(Resolver::start(&self.interface).context("cannot resolve MAC addresses of other servers")?);
+            self.resolver_and_changes = Some(
+                NeighbourResolver::start(&self.interface).context("cannot resolve MAC addresses of other servers")?,
+            );
         }
         if let Some((resolver, _)) = &self.resolver_and_changes {
             resolver.set_addresses(self.server_ids_by_address.keys().copied().collect());
@@ -67,7 +68,7 @@ impl DaisyChain {
     /// Copies newly resolved MAC addresses into the BPF maps.
     pub fn apply_mac_address_changes(&mut self, bpf_programs: &mut ServerPrograms) {
         let Some((_, mac_changes)) = &self.resolver_and_changes else { return };
-        for MacChange { address, mac } in mac_changes.try_iter() {
+        for NeighbourMacChange { address, mac } in mac_changes.try_iter() {
             let Some(server_ids) = self.server_ids_by_address.get(&address) else { continue };
             server_ids.iter().for_each(|id| bpf_programs.set_other_server_mac(*id, mac));
             match mac {

@@ -1,10 +1,10 @@
 //! Runs request dispatch (`coreward dispatch`) inside the agent, and reports its state for `coreward status`.
 
-use coreward_dispatch::dispatcher::Dispatcher;
+use coreward_dispatch::dispatcher::DispatcherHandle;
 use coreward_wire::v1;
 
 /// Returns the dispatcher's current problems as warnings for `coreward status`.
-pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
+pub fn dispatcher_warnings(dispatcher: &DispatcherHandle) -> Vec<String> {
     if dispatcher.is_running() {
         return dispatcher.state().warnings;
     }
@@ -12,6 +12,6 @@ pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
 }
 
 /// Returns the state of each dispatched service at the dispatcher's last poll.
-pub fn service_reports(dispatcher: &Dispatcher) -> Vec<v1::DispatchedService> {
+pub fn dispatched_service_reports(dispatcher: &DispatcherHandle) -> Vec<v1::DispatchedService> {
     dispatcher.state().service_statuses.into_iter().map(v1::DispatchedService::from).collect()
 }

@@ -5,19 +5,19 @@ use std::time::{Duration, Instant};
 use coreward_wire::{AgentConfiguration, v1};
 
 /// Interval between reports with details, such as counters, which do not influence placement tables.
-const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
+const REPORT_DETAILS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Parts of reports that were already sent on a stream. Empty when the stream starts.
 #[derive(Debug, Clone, Default)]
 pub struct SentReportState {
     sent_rss_generation: u64,
-    last_sent_details: Option<SentDetails>,
+    last_sent_details: Option<SentReportDetails>,
 }
 
 #[derive(Debug, Clone)]
-struct SentDetails {
+struct SentReportDetails {
     send_time: Instant,
-    warnings: Vec<String>,
+    sent_warnings: Vec<String>,
 }
 
 impl SentReportState {
@@ -32,12 +32,13 @@ impl SentReportState {
         let may_omit_details = configuration.is_some_and(|configuration| !configuration.is_draining);
         let newest_details = self.last_sent_details.as_ref().filter(|_| may_omit_details);
         newest_details.is_none_or(|sent_details| {
-            sent_details.send_time.elapsed() >= DETAILS_INTERVAL || sent_details.warnings != *warnings
+            sent_details.send_time.elapsed() >= REPORT_DETAILS_INTERVAL || sent_details.sent_warnings != *warnings
         })
     }
 
-    pub fn after_sending_report(&self, report: &v1::Report) -> Self {
-        let build_sent_details = || SentDetails { send_time: Instant::now(), warnings: report.warnings.clone() };
+    pub fn state_after_sending_report(&self, report: &v1::Report) -> Self {
+        let build_sent_details =
+            || SentReportDetails { send_time: Instant::now(), sent_warnings: report.warnings.clone() };
         let sent_details =
             if report.without_details { self.last_sent_details.clone() } else { Some(build_sent_details()) };
         Self { sent_rss_generation: report.rss_generation, last_sent_details: sent_details }
@@ -53,12 +54,12 @@ mod tests {
         let initial_state = SentReportState::default();
         assert!(initial_state.needs_details(None, &[]), "nothing was sent");
         let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
-        let sent_state = initial_state.after_sending_report(&report);
+        let sent_state = initial_state.state_after_sending_report(&report);
         assert_eq!(sent_state.sent_rss_generation(), 3);
         assert!(sent_state.needs_details(None, &report.warnings), "there is no configuration yet");
         let report_without_details = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
         assert_eq!(
-            sent_state.after_sending_report(&report_without_details).last_sent_details.unwrap().warnings,
+            sent_state.state_after_sending_report(&report_without_details).last_sent_details.unwrap().sent_warnings,
             report.warnings
         );
     }

@@ -6,21 +6,21 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_dataplane::server::ServerPrograms;
-use coreward_dataplane::tc::{self, Direction};
+use coreward_dataplane::tc::{self, PacketDirection};
 use coreward_dataplane::vlan_device;
 use coreward_intf as intf;
-use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssInputTransform, RssKey};
 use coreward_model::tuple::address_from_words;
 use serde::Serialize;
 
-use crate::rss::ethtool::EthtoolRss;
-use crate::rss::input::TransformSearch;
-use crate::rss::rss_verifier::{RssVerdict, RssVerifier};
+use crate::rss::ethtool::EthtoolRssDevice;
+use crate::rss::input::InputTransformSearch;
+use crate::rss::rss_verifier::{RssTableVerdict, RssTableVerifier};
 use crate::rss::{RssDevice as _, RssSettings};
 
 /// Options of `coreward agent rss`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct RssArgs {
+pub struct RssCommandArgs {
     /// Network device whose RSS settings are shown
     #[arg(long)]
     pub interface: String,
@@ -46,19 +46,19 @@ const SAMPLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-enum OutputLine<'a> {
+enum RssOutputLine<'a> {
     Nic {
         interface: &'a str,
         receive_queues: u16,
         key: String,
         indirection_table: &'a [u16],
     },
-    Syn(Syn),
+    Syn(SampledSyn),
     End {
         matched: u64,
         mismatched: u64,
         without_queue: u64,
-        verdict: RssVerdict,
+        verdict: RssTableVerdict,
         /// Input transform that the SYNs show, if the driver reports a different one.
         input: Option<&'static str>,
     },
@@ -66,7 +66,7 @@ enum OutputLine<'a> {
 
 /// Sampled SYN, with its predicted receive queue and the queue on which it arrived.
 #[derive(Serialize)]
-struct Syn {
+struct SampledSyn {
     source: SocketAddr,
     destination: SocketAddr,
     hash: u32,
@@ -74,7 +74,7 @@ struct Syn {
     actual_queue: u16,
 }
 
-impl From<intf::rss_sample> for Syn {
+impl From<intf::rss_sample> for SampledSyn {
     fn from(sample: intf::rss_sample) -> Self {
         let to_socket_address =
             |address: [u32; 4], port: u16| SocketAddr::new(address_from_words(address), u16::from_be(port));
@@ -90,14 +90,14 @@ impl From<intf::rss_sample> for Syn {
 
 /// Prints the RSS key and table, samples SYNs, and verifies the table with them. Returns false if the NIC does not use
 /// the table. Fails if the device does not exist or has no usable RSS, or if the kernel rejects a request.
-pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
+pub fn run_rss_command(args: &RssCommandArgs) -> anyhow::Result<bool> {
     let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
-    let mut nic_device = EthtoolRss::new(&vlan_device::underlying_device_or_self(&args.interface));
+    let mut nic_device = EthtoolRssDevice::new(&vlan_device::underlying_device_or_self(&args.interface));
     set_rss(args, &mut nic_device)?;
     let rss_config = nic_device.read_config()?;
     let receive_queue_count = nic_device.receive_queue_count();
-    let nic_line = OutputLine::Nic {
+    let nic_line = RssOutputLine::Nic {
         interface: &args.interface,
         receive_queues: receive_queue_count,
         key: rss_config.key.to_string(),
@@ -110,20 +110,21 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     let mut bpf_programs = ServerPrograms::load_unattached(true)?;
     bpf_programs.set_rss_config(Some(&rss_config), 1);
     let _tc_attachment = tc::attach_until_drop(
-        bpf_programs.program_for_direction(Direction::Ingress).as_fd(),
+        bpf_programs.program_for_direction(PacketDirection::Ingress).as_fd(),
         interface_index,
-        Direction::Ingress,
+        PacketDirection::Ingress,
     )?;
     // From here on, every SYN is sampled.
     print_line(args.json, &nic_line)?;
     watch_syns(args, &bpf_programs, &rss_config)
 }
 
-fn set_rss(args: &RssArgs, nic_device: &mut EthtoolRss) -> anyhow::Result<()> {
+fn set_rss(args: &RssCommandArgs, nic_device: &mut EthtoolRssDevice) -> anyhow::Result<()> {
     if args.set_key.is_none() && args.balanced_seed.is_none() {
         return Ok(());
     }
-    let mut settings = RssSettings { key: args.set_key.as_ref().map(|key| key.bytes().to_vec()), ..Default::default() };
+    let mut settings =
+        RssSettings { key: args.set_key.as_ref().map(|key| key.key_bytes().to_vec()), ..Default::default() };
     if let Some(seed) = args.balanced_seed {
         let table =
             IndirectionTable::balanced(seed.into(), nic_device.table_entry_count()?, nic_device.receive_queue_count())?;
@@ -132,16 +133,17 @@ fn set_rss(args: &RssArgs, nic_device: &mut EthtoolRss) -> anyhow::Result<()> {
     Ok(nic_device.write_settings(&settings)?)
 }
 
-fn watch_syns(args: &RssArgs, bpf_programs: &ServerPrograms, rss_config: &RssConfig) -> anyhow::Result<bool> {
+fn watch_syns(args: &RssCommandArgs, bpf_programs: &ServerPrograms, rss_config: &RssConfig) -> anyhow::Result<bool> {
     let deadline = Instant::now() + Duration::from_secs(args.seconds);
-    let (mut last_sample_number, mut transform_search, mut observed_transform) = (0, TransformSearch::default(), None);
+    let (mut last_sample_number, mut transform_search, mut observed_transform) =
+        (0, InputTransformSearch::default(), None);
     loop {
         let is_deadline_reached = Instant::now() >= deadline;
-        let syn_samples = bpf_programs.syn_samples_after(last_sample_number);
+        let syn_samples = bpf_programs.syn_samples_after_sequence(last_sample_number);
         observed_transform = transform_search.observe_samples(rss_config, &syn_samples).or(observed_transform);
         for sample in syn_samples {
             last_sample_number = sample.sequence;
-            print_line(args.json, &OutputLine::Syn(sample.into()))?;
+            print_line(args.json, &RssOutputLine::Syn(sample.into()))?;
         }
         if is_deadline_reached || args.syns.is_some_and(|max_syn_count| last_sample_number >= max_syn_count) {
             break;
@@ -149,21 +151,21 @@ fn watch_syns(args: &RssArgs, bpf_programs: &ServerPrograms, rss_config: &RssCon
         std::thread::sleep(SAMPLE_POLL_INTERVAL);
     }
     let counters = bpf_programs.counters();
-    let counter_value = |counter: intf::server_counter| counters[counter as usize];
+    let read_counter = |counter: intf::server_counter| counters[counter as usize];
     let (matched, mismatched) =
-        (counter_value(intf::SERVER_COUNTER_RSS_MATCHED), counter_value(intf::SERVER_COUNTER_RSS_MISMATCHED));
-    let verdict = RssVerifier::default().observe_counts(&rss_config.indirection_table, matched, mismatched);
-    let unrecorded_queue_count = counter_value(intf::SERVER_COUNTER_RSS_UNPREDICTED);
-    let input = observed_transform.filter(|_| verdict == RssVerdict::NotInForce).map(InputTransform::name);
+        (read_counter(intf::SERVER_COUNTER_RSS_MATCHED), read_counter(intf::SERVER_COUNTER_RSS_MISMATCHED));
+    let verdict = RssTableVerifier::default().observe_counts(&rss_config.indirection_table, matched, mismatched);
+    let unrecorded_queue_count = read_counter(intf::SERVER_COUNTER_RSS_UNPREDICTED);
+    let input = observed_transform.filter(|_| verdict == RssTableVerdict::NotInForce).map(RssInputTransform::name);
     print_line(
         args.json,
-        &OutputLine::End { matched, mismatched, without_queue: unrecorded_queue_count, verdict, input },
+        &RssOutputLine::End { matched, mismatched, without_queue: unrecorded_queue_count, verdict, input },
     )?;
-    Ok(verdict != RssVerdict::NotInForce)
+    Ok(verdict != RssTableVerdict::NotInForce)
 }
 
 /// Prints a line and flushes the output, so that a test which reads the output receives each SYN immediately.
-fn print_line(as_json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
+fn print_line(as_json: bool, line: &RssOutputLine<'_>) -> anyhow::Result<()> {
     use std::io::Write as _;
     let text = if as_json { serde_json::to_string(line)? } else { format_line(line) };
     let mut stdout = std::io::stdout().lock();
@@ -171,9 +173,9 @@ fn print_line(as_json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
     Ok(stdout.flush()?)
 }
 
-fn format_line(line: &OutputLine<'_>) -> String {
+fn format_line(line: &RssOutputLine<'_>) -> String {
     match line {
-        OutputLine::Nic { interface, receive_queues, key, indirection_table } => {
+        RssOutputLine::Nic { interface, receive_queues, key, indirection_table } => {
             let table_rows: Vec<String> = indirection_table
                 .chunks(16)
                 .enumerate()
@@ -188,14 +190,14 @@ fn format_line(line: &OutputLine<'_>) -> String {
                 table_rows.join("\n")
             )
         }
-        OutputLine::Syn(Syn { source, destination, hash, predicted_queue, actual_queue }) => {
+        RssOutputLine::Syn(SampledSyn { source, destination, hash, predicted_queue, actual_queue }) => {
             let mismatch_note = if predicted_queue == actual_queue { "" } else { "  <- another one" };
             format!(
                 "{source} -> {destination}: hash {hash:#010x}, predicted queue {predicted_queue}, arrived on \
                  {actual_queue}{mismatch_note}"
             )
         }
-        OutputLine::End { matched, mismatched, without_queue, verdict, input } => {
+        RssOutputLine::End { matched, mismatched, without_queue, verdict, input } => {
             let input_transform_note = input.map_or(String::new(), |input| {
                 format!("; they arrive as if the NIC hashed its input {input}, which the agent finds out by itself")
             });

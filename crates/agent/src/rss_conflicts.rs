@@ -25,7 +25,7 @@ pub struct RssConflicts {
 impl RssConflicts {
     /// Reads the current settings. Reads all of /proc, so that it should be called at most a few times per minute.
     pub fn gather(interface: &str) -> Self {
-        let queues_directory = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
+        let queues_directory = sysfs::network_device_directory(interface).map(|directory| directory.join("queues"));
         let find_queues_with_attribute = |attribute| {
             queues_directory
                 .as_deref()

@@ -21,7 +21,7 @@ pub struct SavedSettings {
 
 /// Maximum size of the JSON text, in bytes. It suffices for the longest table (2048 queues of up to 5 digits) and key.
 const MAP_VALUE_BYTES: u32 = 16384;
-const MAP_NAME: &str = "coreward_orig";
+const ORIGINAL_SETTINGS_MAP_NAME: &str = "coreward_orig";
 
 #[derive(Debug)]
 pub struct SettingsStore {
@@ -62,8 +62,9 @@ impl SettingsStore {
             sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _,
             ..Default::default()
         };
-        let mut settings_map = MapHandle::create(MapType::Array, Some(MAP_NAME), 4, MAP_VALUE_BYTES, 1, &options)
-            .context("cannot create the BPF map of saved settings")?;
+        let mut settings_map =
+            MapHandle::create(MapType::Array, Some(ORIGINAL_SETTINGS_MAP_NAME), 4, MAP_VALUE_BYTES, 1, &options)
+                .context("cannot create the BPF map of saved settings")?;
         settings_map.pin(&map_pin_path).with_context(|| {
             format!("cannot pin {}: expected a directory of a mounted bpffs", map_pin_path.display())
         })?;
@@ -75,7 +76,7 @@ impl SettingsStore {
     }
 
     /// Changes the saved settings with `update`, and writes them to the map. Fails if the map cannot be written.
-    pub fn change(&mut self, update: impl FnOnce(&mut SavedSettings)) -> anyhow::Result<()> {
+    pub fn update_and_save(&mut self, update: impl FnOnce(&mut SavedSettings)) -> anyhow::Result<()> {
         update(&mut self.saved_settings);
         let mut map_value = serde_json::to_vec(&self.saved_settings)?;
         anyhow::ensure!(

@@ -19,15 +19,15 @@ pub struct HandshakeCounters {
 
 /// Detector of stalled connections. It compares their number with the number of handshakes, once per 200 handshakes.
 #[derive(Debug, Default)]
-pub struct StallDetector {
+pub struct ConnectionStallDetector {
     counters_at_window_start: HandshakeCounters,
-    warning: Option<String>,
+    stall_warning: Option<String>,
 }
 
-impl StallDetector {
+impl ConnectionStallDetector {
     /// Returns a detector that ignores the counts in `counters`, which an earlier process has already evaluated.
     pub fn starting_at(counters: HandshakeCounters) -> Self {
-        Self { counters_at_window_start: counters, warning: None }
+        Self { counters_at_window_start: counters, stall_warning: None }
     }
 
     /// Evaluates the counters. Returns the warning of the last complete window for `coreward status`, if there is one.
@@ -39,7 +39,7 @@ impl StallDetector {
             let stalled_connection_count = counters
                 .stalled_connection_count
                 .saturating_sub(self.counters_at_window_start.stalled_connection_count);
-            self.warning = ((stalled_handshake_count + stalled_connection_count) as f64
+            self.stall_warning = ((stalled_handshake_count + stalled_connection_count) as f64
                 > TOLERATED_STALL_FRACTION * handshake_count as f64)
                 .then(|| {
                     format!(
@@ -50,7 +50,7 @@ impl StallDetector {
                 });
             self.counters_at_window_start = counters;
         }
-        self.warning.as_deref()
+        self.stall_warning.as_deref()
     }
 }
 
@@ -60,20 +60,20 @@ mod tests {
 
     #[test]
     fn stall_warning_requires_more_than_one_percent_stalled_connections() {
-        let counters = |handshakes, stalled_handshakes, stalled_connections| HandshakeCounters {
+        let build_counters = |handshakes, stalled_handshakes, stalled_connections| HandshakeCounters {
             handshake_count: handshakes,
             stalled_handshake_count: stalled_handshakes,
             stalled_connection_count: stalled_connections,
         };
-        let mut stall_detector = StallDetector::starting_at(counters(1000, 500, 500));
-        assert_eq!(stall_detector.observe_counters(counters(1100, 600, 500)), None, "the window is not over");
-        assert_eq!(stall_detector.observe_counters(counters(1200, 501, 501)), None, "one in a hundred");
-        let warning = stall_detector.observe_counters(counters(1400, 503, 502)).unwrap().to_owned();
+        let mut stall_detector = ConnectionStallDetector::starting_at(build_counters(1000, 500, 500));
+        assert_eq!(stall_detector.observe_counters(build_counters(1100, 600, 500)), None, "the window is not over");
+        assert_eq!(stall_detector.observe_counters(build_counters(1200, 501, 501)), None, "one in a hundred");
+        let warning = stall_detector.observe_counters(build_counters(1400, 503, 502)).unwrap().to_owned();
         assert!(
             warning.starts_with("of 200 stamped connections 2 got no answer to four SYN-ACKs and 1 none"),
             "{warning}"
         );
-        assert_eq!(stall_detector.observe_counters(counters(1500, 503, 502)), Some(&warning[..]));
-        assert_eq!(stall_detector.observe_counters(counters(1700, 503, 502)), None);
+        assert_eq!(stall_detector.observe_counters(build_counters(1500, 503, 502)), Some(&warning[..]));
+        assert_eq!(stall_detector.observe_counters(build_counters(1700, 503, 502)), None);
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use nix::ifaddrs::getifaddrs;
 
 /// Returns `/sys/class/net/INTERFACE`, or `None` if /sys is missing or belongs to another network namespace.
-pub fn device_directory(interface: &str) -> Option<PathBuf> {
+pub fn network_device_directory(interface: &str) -> Option<PathBuf> {
     let directory = Path::new("/sys/class/net").join(interface);
     let sysfs_mac_address = fs::read_to_string(directory.join("address")).ok()?;
     let own_mac_address = getifaddrs().ok()?.find_map(|entry| {
@@ -24,6 +24,6 @@ mod tests {
 
     #[test]
     fn missing_device_has_no_sysfs_directory() {
-        assert_eq!(device_directory("nonexistent0"), None);
+        assert_eq!(network_device_directory("nonexistent0"), None);
     }
 }

@@ -23,17 +23,20 @@ fn write_sysctl(value: &str) -> anyhow::Result<()> {
 
 /// Returns the required value of the sysctl. During a handover of a service to another load balancer, new connections
 /// are not stamped, but older connections remain stamped.
-fn required_sysctl_value(stamps_new_connections: bool) -> &'static str {
+fn required_timestamps_value(stamps_new_connections: bool) -> &'static str {
     if stamps_new_connections { TIMESTAMPS_WITHOUT_OFFSETS } else { TIMESTAMPS_WITH_OFFSETS }
 }
 
 /// Sets the sysctl to the value that stamping of new connections requires or excludes (`stamps_new_connections`), and
 /// saves the original value. Fails if the sysctl cannot be read or written.
-pub fn manage_sysctl(stamps_new_connections: bool, settings_store: &mut SettingsStore) -> anyhow::Result<()> {
-    let (current_value, required_value) = (read_sysctl()?, required_sysctl_value(stamps_new_connections));
+pub fn manage_timestamps_sysctl(
+    stamps_new_connections: bool,
+    settings_store: &mut SettingsStore,
+) -> anyhow::Result<()> {
+    let (current_value, required_value) = (read_sysctl()?, required_timestamps_value(stamps_new_connections));
     if current_value != required_value {
         if settings_store.get().tcp_timestamps.is_none() {
-            settings_store.change(|settings| settings.tcp_timestamps = Some(current_value.clone()))?;
+            settings_store.update_and_save(|settings| settings.tcp_timestamps = Some(current_value.clone()))?;
         }
         write_sysctl(required_value)?;
         tracing::info!(
@@ -54,14 +57,14 @@ pub fn restore_sysctl(settings_store: &mut SettingsStore) -> anyhow::Result<()> 
             value = original_value,
             "the agent has restored net.ipv4.tcp_timestamps"
         );
-        settings_store.change(|settings| settings.tcp_timestamps = None)?;
+        settings_store.update_and_save(|settings| settings.tcp_timestamps = None)?;
     }
     Ok(())
 }
 
 /// Returns a warning for `coreward status` if the sysctl has a wrong value.
-pub fn sysctl_warning(stamps_new_connections: bool) -> Option<String> {
-    let (current_value, required_value) = (read_sysctl().ok()?, required_sysctl_value(stamps_new_connections));
+pub fn timestamps_sysctl_warning(stamps_new_connections: bool) -> Option<String> {
+    let (current_value, required_value) = (read_sysctl().ok()?, required_timestamps_value(stamps_new_connections));
     let consequence = match stamps_new_connections {
         true => "new connections are not stamped and break",
         false => "the load balancer that the services are handed over to does not see all packets of new connections",

@@ -4,11 +4,11 @@
 
 use std::time::{Duration, Instant};
 
-use coreward_model::consistency::{Consistency, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
 use coreward_wire::AgentService;
 
 /// Time for which the warning remains after the last unstamped SYN-ACK.
-const WARNING_DURATION: Duration = Duration::from_secs(60);
+const UNSTAMPED_WARNING_DURATION: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 pub struct UnstampedSynAckMonitor {
@@ -28,15 +28,15 @@ impl UnstampedSynAckMonitor {
         if syn_ack_count > self.last_syn_ack_count {
             (self.last_syn_ack_count, self.last_increase_time) = (syn_ack_count, Some(now));
         }
-        self.last_increase_time.is_some_and(|increased_at| now.duration_since(increased_at) < WARNING_DURATION).then(
-            || {
+        self.last_increase_time
+            .is_some_and(|increased_at| now.duration_since(increased_at) < UNSTAMPED_WARNING_DURATION)
+            .then(|| {
                 format!(
                     "{syn_ack_count} SYN-ACKs came from another network namespace (a container?) whose \
                  net.ipv4.tcp_timestamps is not 2: their connections are not stamped and break when the pool changes; \
                  expected 2 there (`docker run --sysctl`)"
                 )
-            },
-        )
+            })
     }
 }
 
@@ -45,11 +45,11 @@ pub fn describe_lost_features(service: &AgentService) -> Option<String> {
     let mode = service.mode;
     let limitation_text = match mode.consistency {
         _ if mode.migration.is_some() => "connections at the other load balancer break (migration)",
-        Consistency::Beamer => "connections break when their bucket changes hands (`consistency = \"beamer\"`)",
+        ConsistencyMode::Beamer => "connections break when their bucket changes hands (`consistency = \"beamer\"`)",
         _ if mode.has_cookies() && mode.timestamps == TimestampOrigin::Off => {
             "connections without a flow-table entry break when their bucket changes hands (`timestamps = \"off\"`)"
         }
-        Consistency::Stateful => "connections are stateless (`consistency = \"stateful\"`)",
+        ConsistencyMode::Stateful => "connections are stateless (`consistency = \"stateful\"`)",
         _ => return None,
     };
     Some(format!(
@@ -78,12 +78,12 @@ mod tests {
                 .unwrap_or_default()
         };
         for (consistency, timestamps, expected) in [
-            (Consistency::Stateless, TimestampOrigin::Server, ""),
-            (Consistency::HashTable, TimestampOrigin::Server, ""),
-            (Consistency::None, TimestampOrigin::Server, ""),
-            (Consistency::Stateful, TimestampOrigin::Server, "connections are stateless"),
-            (Consistency::Stateless, TimestampOrigin::Off, "timestamps = \"off\""),
-            (Consistency::Beamer, TimestampOrigin::Server, "consistency = \"beamer\""),
+            (ConsistencyMode::Stateless, TimestampOrigin::Server, ""),
+            (ConsistencyMode::HashTable, TimestampOrigin::Server, ""),
+            (ConsistencyMode::None, TimestampOrigin::Server, ""),
+            (ConsistencyMode::Stateful, TimestampOrigin::Server, "connections are stateless"),
+            (ConsistencyMode::Stateless, TimestampOrigin::Off, "timestamps = \"off\""),
+            (ConsistencyMode::Beamer, TimestampOrigin::Server, "consistency = \"beamer\""),
         ] {
             let limitation_text = lost_features_of(consistency, timestamps);
             assert!(

@@ -21,19 +21,21 @@ const LOG_FORMAT_VARIABLE: &str = "COREWARD_LOG_FORMAT";
 /// Log lines that cannot be written, for example to a full disk, are lost. By default, tracing-subscriber would report
 /// them with `eprintln!`, which would then panic.
 pub fn start_logging() -> impl Fn(bool) + Send + Sync + 'static {
-    let initial_filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let build_initial_filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let uses_colours = std::io::stderr().is_terminal();
     let format = match std::env::var(LOG_FORMAT_VARIABLE) {
         Ok(format) if format == "json" => LogFormat::Json,
         _ => LogFormat::Text(format::format().with_target(false).with_ansi(uses_colours)),
     };
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(initial_filter()).with_ansi(uses_colours).log_internal_errors(false);
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(build_initial_filter())
+        .with_ansi(uses_colours)
+        .log_internal_errors(false);
     let builder = builder.event_format(format).with_writer(std::io::stderr).with_filter_reloading();
     let filter_handle = builder.reload_handle();
     builder.init();
     move |debug| {
-        let new_filter = if debug { EnvFilter::new("info,coreward=debug") } else { initial_filter() };
+        let new_filter = if debug { EnvFilter::new("info,coreward=debug") } else { build_initial_filter() };
         // This fails only if the subscriber has been dropped, but the subscriber lives as long as the process.
         let _ = filter_handle.reload(new_filter);
     }
@@ -54,7 +56,7 @@ where
         if let Self::Text(format) = self {
             return format.format_event(context, writer, event);
         }
-        let mut fields = JsonFields(Map::new());
+        let mut fields = JsonLogFields(Map::new());
         let timestamp = humantime::format_rfc3339_micros(SystemTime::now()).to_string();
         fields.0.insert("timestamp".to_owned(), timestamp.into());
         fields.0.insert("level".to_owned(), event.metadata().level().as_str().into());
@@ -63,15 +65,15 @@ where
     }
 }
 
-struct JsonFields(Map<String, Value>);
+struct JsonLogFields(Map<String, Value>);
 
-impl JsonFields {
+impl JsonLogFields {
     fn insert(&mut self, field: &Field, value: impl Into<Value>) {
         self.0.insert(field.name().to_owned(), value.into());
     }
 }
 
-impl Visit for JsonFields {
+impl Visit for JsonLogFields {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         self.insert(field, format!("{value:?}"));
     }

@@ -24,7 +24,7 @@ impl CliDocumentationCommand {
     /// Prints the completion script of `command`, or writes its man pages. Fails if the output cannot be written.
     pub fn run(&self, command: clap::Command) -> anyhow::Result<()> {
         match self {
-            Self::Completions { shell } => crate::print(&completion_script(*shell, command)),
+            Self::Completions { shell } => crate::print_to_stdout(&completion_script(*shell, command)),
             Self::Man { directory } => write_man_pages(directory, command),
         }
     }

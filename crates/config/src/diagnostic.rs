@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::{Source, Span};
+use crate::{Span, TomlSource};
 
 /// Maximum number of mistakes that are reported in full. Further mistakes are only counted.
 pub(crate) const MAX_SHOWN_DIAGNOSTICS: usize = 100;
@@ -16,7 +16,7 @@ pub struct Diagnostic {
     /// Path of the file.
     pub file: Box<Path>,
     /// Location of the mistake, or `None` if it concerns the whole file.
-    pub location: Option<Location>,
+    pub location: Option<TextLocation>,
     /// Full name of the key, such as `service.vip`. It is empty for a syntax error.
     pub key: String,
     /// Wrong value, or another description of the mistake.
@@ -29,7 +29,7 @@ pub struct Diagnostic {
 
 /// Line and column of a mistake in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Location {
+pub struct TextLocation {
     /// Line, counted from 1.
     pub line: u32,
     /// Column in characters, counted from 1.
@@ -48,7 +48,7 @@ fn truncate_to_shown_length(text: String) -> String {
 
 impl Diagnostic {
     /// Creates the diagnostic of a mistake at a location. `message` has the form "found: expected ...".
-    pub(crate) fn new(file: &Path, location: Location, key: String, message: &str) -> Self {
+    pub(crate) fn new(file: &Path, location: TextLocation, key: String, message: &str) -> Self {
         Self { location: Some(location), key: truncate_to_shown_length(key), ..Self::for_file(file, message) }
     }
 
@@ -86,7 +86,7 @@ impl Diagnostic {
 impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
-        if let Some(Location { line, column }) = self.location {
+        if let Some(TextLocation { line, column }) = self.location {
             write!(f, ":{line}:{column}")?;
         }
         if !self.key.is_empty() {
@@ -132,7 +132,7 @@ impl std::error::Error for Diagnostics {}
 impl Diagnostics {
     /// Creates the diagnostics of mistakes at given locations in a file that is otherwise correct. Messages have the
     /// form "found: expected ...".
-    pub fn at(source: &Source, mut mistakes: Vec<(Span, String)>) -> Self {
+    pub fn from_mistakes(source: &TomlSource, mut mistakes: Vec<(Span, String)>) -> Self {
         let omitted_diagnostic_count = mistakes.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
         mistakes.truncate(MAX_SHOWN_DIAGNOSTICS);
         Self { shown_diagnostics: source.diagnostics_at(&mistakes), omitted_diagnostic_count }
@@ -154,10 +154,10 @@ pub fn find_nearest_name<'a>(unknown_name: &str, known_names: impl IntoIterator<
         return None;
     }
     let lower_case_name = unknown_name.to_lowercase();
-    let similarity = |name: &str| strsim::jaro_winkler(&lower_case_name, &name.to_lowercase());
+    let compute_similarity = |name: &str| strsim::jaro_winkler(&lower_case_name, &name.to_lowercase());
     let similar_names = known_names
         .into_iter()
-        .map(|name| (similarity(name), name))
+        .map(|name| (compute_similarity(name), name))
         .filter(|(likeness, _)| *likeness >= MIN_SUGGESTION_SIMILARITY);
     similar_names.max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, name)| name)
 }

@@ -9,18 +9,18 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::{DeInteger, DeValue};
 
-use crate::{Reader, Span};
+use crate::{Span, TomlReader};
 
 /// Type of a configuration value, which can be read from a TOML file.
 pub trait FromToml: Sized {
     /// Whether a key of this type must be present in the file.
-    const REQUIRED: bool = true;
+    const IS_KEY_REQUIRED: bool = true;
 
     /// Reads a value. If it is wrong, stores a mistake in the reader and returns `None`.
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self>;
 
     /// Returns a description of the valid values. It follows "expected" in diagnostics.
-    fn expected() -> String;
+    fn describe_valid_values() -> String;
 
     /// Returns a JSON schema that accepts the same values as `read`.
     fn schema() -> Value;
@@ -46,12 +46,12 @@ pub struct LocatedValue<T> {
 }
 
 impl<T: FromToml> FromToml for LocatedValue<T> {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         Some(Self { value: T::read(value, reader), span: value.span() })
     }
 
-    fn expected() -> String {
-        T::expected()
+    fn describe_valid_values() -> String {
+        T::describe_valid_values()
     }
 
     fn schema() -> Value {
@@ -64,14 +64,14 @@ impl<T: FromToml> FromToml for LocatedValue<T> {
 }
 
 impl<T: FromToml> FromToml for Option<T> {
-    const REQUIRED: bool = false;
+    const IS_KEY_REQUIRED: bool = false;
 
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         T::read(value, reader).map(Some)
     }
 
-    fn expected() -> String {
-        T::expected()
+    fn describe_valid_values() -> String {
+        T::describe_valid_values()
     }
 
     fn schema() -> Value {
@@ -88,12 +88,12 @@ impl<T: FromToml> FromToml for Option<T> {
 }
 
 impl<T: FromToml> FromToml for Spanned<T> {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         T::read(value, reader).map(|parsed_value| Spanned::new(value.span(), parsed_value))
     }
 
-    fn expected() -> String {
-        T::expected()
+    fn describe_valid_values() -> String {
+        T::describe_valid_values()
     }
 
     fn schema() -> Value {
@@ -103,15 +103,15 @@ impl<T: FromToml> FromToml for Spanned<T> {
 
 /// Reads an array. Skips wrong elements, and stores a mistake in the reader for each of them.
 impl<T: FromToml> FromToml for Vec<T> {
-    const REQUIRED: bool = false;
+    const IS_KEY_REQUIRED: bool = false;
 
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         let DeValue::Array(values) = value.get_ref() else { return reader.report_wrong_type::<Self>(value) };
         Some(values.iter().filter_map(|value| T::read(value, reader)).collect())
     }
 
-    fn expected() -> String {
-        format!("a list: each {}", T::expected())
+    fn describe_valid_values() -> String {
+        format!("a list: each {}", T::describe_valid_values())
     }
 
     fn schema() -> Value {
@@ -128,11 +128,11 @@ impl<T: FromToml> FromToml for Vec<T> {
 }
 
 impl FromToml for bool {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         value.get_ref().as_bool().or_else(|| reader.report_wrong_type::<Self>(value))
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "true or false".to_owned()
     }
 
@@ -142,14 +142,14 @@ impl FromToml for bool {
 }
 
 impl FromToml for String {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::String(text) => Some(text.to_string()),
             _ => reader.report_wrong_type::<Self>(value),
         }
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "a text in quotes".to_owned()
     }
 
@@ -159,14 +159,14 @@ impl FromToml for String {
 }
 
 impl FromToml for PathBuf {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |path| match path {
-            "" => Err(format!("an empty path: expected {}", Self::expected())),
+            "" => Err(format!("an empty path: expected {}", Self::describe_valid_values())),
             path => Ok(PathBuf::from(path)),
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "a path in quotes".to_owned()
     }
 
@@ -178,14 +178,14 @@ impl FromToml for PathBuf {
 /// Number type that a TOML value can be converted to.
 pub(crate) trait FromTomlScalar: Sized {
     /// Reads the number. If it is wrong, stores a mistake that describes the valid values of `T`, and returns `None`.
-    fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
+    fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self>;
 }
 
 impl FromTomlScalar for f64 {
-    fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         let number = match value.get_ref() {
             DeValue::Float(float) => float.as_str().replace('_', "").parse().ok(),
-            DeValue::Integer(integer) => to_i64(integer).map(|integer| integer as f64),
+            DeValue::Integer(integer) => parse_integer_as_i64(integer).map(|integer| integer as f64),
             _ => None,
         };
         if number.is_none() {
@@ -196,11 +196,11 @@ impl FromTomlScalar for f64 {
 }
 
 impl FromToml for f64 {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         Self::parse_number::<Self>(value, reader)
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "a number".to_owned()
     }
 
@@ -210,16 +210,17 @@ impl FromToml for f64 {
 }
 
 /// Returns the value of a TOML integer, or `None` if it does not fit into an `i64`.
-fn to_i64(integer: &DeInteger<'_>) -> Option<i64> {
+fn parse_integer_as_i64(integer: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
 
 impl FromTomlScalar for u64 {
-    fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        let integer = value.get_ref().as_integer().and_then(to_i64).and_then(|integer| u64::try_from(integer).ok());
+    fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
+        let integer =
+            value.get_ref().as_integer().and_then(parse_integer_as_i64).and_then(|integer| u64::try_from(integer).ok());
         if integer.is_none() && value.get_ref().is_integer() {
             let source_text = reader.text_at(&value.span()).to_owned();
-            reader.report(value.span(), format!("{source_text}: expected {}", T::expected()));
+            reader.report_mistake(value.span(), format!("{source_text}: expected {}", T::describe_valid_values()));
         } else if integer.is_none() {
             reader.report_wrong_type::<T>(value);
         }
@@ -228,11 +229,11 @@ impl FromTomlScalar for u64 {
 }
 
 impl FromToml for u64 {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         Self::parse_number::<Self>(value, reader)
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "a whole number from 0 on".to_owned()
     }
 
@@ -242,12 +243,12 @@ impl FromToml for u64 {
 }
 
 impl FromToml for usize {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         usize::try_from(u64::read(value, reader)?).ok()
     }
 
-    fn expected() -> String {
-        u64::expected()
+    fn describe_valid_values() -> String {
+        u64::describe_valid_values()
     }
 
     fn schema() -> Value {
@@ -260,14 +261,14 @@ impl FromToml for usize {
 pub struct BoundedInteger<const MIN: u64, const MAX: u64>(pub u64);
 
 impl<const MIN: u64, const MAX: u64> FromToml for BoundedInteger<MIN, MAX> {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::Integer(integer) => {
-                let unsigned_integer = to_i64(integer).and_then(|integer| u64::try_from(integer).ok());
+                let unsigned_integer = parse_integer_as_i64(integer).and_then(|integer| u64::try_from(integer).ok());
                 let number = unsigned_integer.filter(|number| (MIN..=MAX).contains(number)).map(Self);
                 let source_text = reader.text_at(&value.span()).to_owned();
                 reader.ok_or_report(
-                    number.ok_or_else(|| format!("{source_text}: expected {}", Self::expected())),
+                    number.ok_or_else(|| format!("{source_text}: expected {}", Self::describe_valid_values())),
                     value.span(),
                 )
             }
@@ -275,7 +276,7 @@ impl<const MIN: u64, const MAX: u64> FromToml for BoundedInteger<MIN, MAX> {
         }
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         format!("a whole number from {MIN} to {MAX}")
     }
 
@@ -303,29 +304,29 @@ impl<const MIN: u64, const MAX: u64> From<BoundedInteger<MIN, MAX>> for usize {
 
 /// Name without whitespace and control characters, which would make logs and tables unreadable.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Name(pub String);
+pub struct PrintableName(pub String);
 
 /// Maximum length of a name in bytes.
 const MAX_NAME_BYTES: usize = 64;
 
-impl From<Name> for String {
-    fn from(name: Name) -> Self {
+impl From<PrintableName> for String {
+    fn from(name: PrintableName) -> Self {
         name.0
     }
 }
 
-impl FromToml for Name {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+impl FromToml for PrintableName {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |name| {
             let is_printable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
             match name.is_empty() || !is_printable || name.len() > MAX_NAME_BYTES {
-                true => Err(format!("name {name:?}: expected {}", Self::expected())),
+                true => Err(format!("name {name:?}: expected {}", Self::describe_valid_values())),
                 false => Ok(Self(name.to_owned())),
             }
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         format!("1 to {MAX_NAME_BYTES} bytes without blanks")
     }
 
@@ -335,11 +336,11 @@ impl FromToml for Name {
 }
 
 impl FromToml for Ipv4Addr {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         read_with_from_str(value, reader)
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "an IPv4 address, as \"10.2.0.1\"".to_owned()
     }
 
@@ -349,11 +350,11 @@ impl FromToml for Ipv4Addr {
 }
 
 impl FromToml for IpAddr {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         read_with_from_str(value, reader)
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "an address, as \"10.2.0.1\" or \"2001:db8::1\"".to_owned()
     }
 
@@ -363,11 +364,11 @@ impl FromToml for IpAddr {
 }
 
 impl FromToml for SocketAddr {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         read_with_from_str(value, reader)
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "an address and a port, as \"10.1.0.1:7400\"".to_owned()
     }
 
@@ -376,14 +377,16 @@ impl FromToml for SocketAddr {
     }
 }
 
-fn read_with_from_str<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<T> {
-    parse_text(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
+fn read_with_from_str<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<T> {
+    parse_text(value, reader, |text| {
+        text.parse().map_err(|_| format!("{text:?}: expected {}", T::describe_valid_values()))
+    })
 }
 
 /// Reads a TOML string and converts it with `parse`. If either fails, stores a mistake and returns `None`.
 pub fn parse_text<T: FromToml, E: Display>(
     value: &Spanned<DeValue<'_>>,
-    reader: &mut Reader<'_>,
+    reader: &mut TomlReader<'_>,
     parse: impl FnOnce(&str) -> Result<T, E>,
 ) -> Option<T> {
     match value.get_ref() {
@@ -398,7 +401,7 @@ pub fn parse_choice<T: FromToml>(
     subject: &str,
     choices: Vec<(String, T)>,
     value: &Spanned<DeValue<'_>>,
-    reader: &mut Reader<'_>,
+    reader: &mut TomlReader<'_>,
 ) -> Option<T> {
     let DeValue::String(chosen_name) = value.get_ref() else { return reader.report_wrong_type::<T>(value) };
     let names: Vec<String> = choices.iter().map(|(name, _)| name.clone()).collect();
@@ -407,7 +410,7 @@ pub fn parse_choice<T: FromToml>(
         .find(|(name, _)| name.as_str() == chosen_name.as_ref())
         .map(|(_, choice_value)| choice_value);
     if chosen_value.is_none() {
-        let message = format!("{subject} {chosen_name:?} is not known: expected {}", T::expected());
+        let message = format!("{subject} {chosen_name:?} is not known: expected {}", T::describe_valid_values());
         reader.report_unknown_name(value.span(), message, chosen_name, names.iter().map(String::as_str));
     }
     chosen_value

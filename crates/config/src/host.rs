@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::{FromToml, Reader, parse_text};
+use crate::{FromToml, TomlReader, parse_text};
 
 /// Name of a network interface that Linux accepts (dev_valid_name() in net/core/dev.c).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,18 +22,18 @@ impl From<InterfaceName> for String {
 }
 
 impl FromToml for InterfaceName {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |name| {
             let has_valid_length = (1..=MAX_INTERFACE_NAME_BYTES).contains(&name.len());
             let is_forbidden_char = |c: char| c.is_whitespace() || c.is_control() || c == '/' || c == ':';
             match has_valid_length && !name.contains(is_forbidden_char) && name != "." && name != ".." {
                 true => Ok(Self(name.to_owned())),
-                false => Err(format!("interface {name:?}: expected {}", Self::expected())),
+                false => Err(format!("interface {name:?}: expected {}", Self::describe_valid_values())),
             }
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         format!("the name of a network device, 1 to {MAX_INTERFACE_NAME_BYTES} bytes, as \"eth0\"")
     }
 
@@ -53,14 +53,14 @@ impl From<AbsolutePath> for PathBuf {
 }
 
 impl FromToml for AbsolutePath {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |path| match path.starts_with('/') {
             true => Ok(Self(PathBuf::from(path))),
-            false => Err(format!("{path:?}: expected {}", Self::expected())),
+            false => Err(format!("{path:?}: expected {}", Self::describe_valid_values())),
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "a path from the root on, as \"/sys/fs/bpf/coreward\"".to_owned()
     }
 

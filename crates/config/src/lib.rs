@@ -3,11 +3,11 @@
 //!
 //! [`config_struct!`] describes the keys, types ([`FromToml`]) and defaults of a file in one place, and generates
 //!
-//! * a parser, which continues after mistakes ([`Source::read_as`]),
-//! * a JSON schema for editors ([`schema`]).
+//! * a parser, which continues after mistakes ([`TomlSource::read_as`]),
+//! * a JSON schema for editors ([`build_file_schema`]).
 //!
-//! Combinations of values are checked after reading, with the same [`Reader`]. If it suffices that reading stops at the
-//! first mistake, a file can be described by a serde struct ([`Source::parse`]).
+//! Combinations of values are checked after reading, with the same [`TomlReader`]. If it suffices that reading stops at
+//! the first mistake, a file can be described by a serde struct ([`TomlSource::parse`]).
 
 #![deny(missing_docs)]
 
@@ -24,11 +24,11 @@ mod tests;
 mod time;
 
 pub use diagnostic::{Diagnostic, Diagnostics, find_nearest_name};
-pub use from_toml::{BoundedInteger, FromToml, LocatedValue, Name, choice_schema, parse_choice, parse_text};
+pub use from_toml::{BoundedInteger, FromToml, LocatedValue, PrintableName, choice_schema, parse_choice, parse_text};
 pub use host::{AbsolutePath, InterfaceName};
-pub use reader::{Reader, TableReader};
+pub use reader::{TableReader, TomlReader};
 pub use secret::{Secret, SecretText, read_secret, reject_foreign_secrets};
-pub use source::Source;
+pub use source::TomlSource;
 pub use time::{BoundedDuration, HOUR_NS, MICROSECOND_NS, MILLISECOND_NS, MINUTE_NS, SECOND_NS, format_duration};
 pub use toml::Spanned;
 #[doc(hidden)]
@@ -40,7 +40,7 @@ use serde_json::{Value, json};
 pub type Span = std::ops::Range<usize>;
 
 /// Returns the JSON schema of a configuration file (draft 7, which TOML editors use). `T` describes the file's keys.
-pub fn schema<T: FromToml>(title: &str) -> Value {
+pub fn build_file_schema<T: FromToml>(title: &str) -> Value {
     let mut schema = T::schema();
     schema["$schema"] = json!("http://json-schema.org/draft-07/schema#");
     schema["title"] = json!(title);

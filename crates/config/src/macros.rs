@@ -55,7 +55,7 @@ macro_rules! config_struct {
         impl $crate::FromToml for $name {
             fn read(
                 value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
-                reader: &mut $crate::Reader<'_>,
+                reader: &mut $crate::TomlReader<'_>,
             ) -> Option<Self> {
                 let known = &[$($crate::config_struct!(@key $field $($key)?)),*];
                 let elsewhere: &[(&str, &str)] = &[$($(($elsewhere, $expected)),*)?];
@@ -70,7 +70,7 @@ macro_rules! config_struct {
                 Some(Self { $($field: $crate::config_struct!(@convert $field? $(, $in_file)?)),* })
             }
 
-            fn expected() -> String {
+            fn describe_valid_values() -> String {
                 "a table".to_owned()
             }
 
@@ -84,7 +84,7 @@ macro_rules! config_struct {
                     schema["description"] = concat!($($doc),*).trim().into();
                     properties.insert(key.to_owned(), schema);
                     let has_default = $crate::config_struct!(@has $($default)?);
-                    if <InFile as $crate::FromToml>::REQUIRED && !has_default {
+                    if <InFile as $crate::FromToml>::IS_KEY_REQUIRED && !has_default {
                         required.push(key);
                     }
                 })*
@@ -117,12 +117,12 @@ macro_rules! string_enum {
         impl $crate::FromToml for $type {
             fn read(
                 value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
-                reader: &mut $crate::Reader<'_>,
+                reader: &mut $crate::TomlReader<'_>,
             ) -> Option<Self> {
                 $crate::parse_choice($what, IntoIterator::into_iter($all).collect(), value, reader)
             }
 
-            fn expected() -> String {
+            fn describe_valid_values() -> String {
                 let all: Vec<(String, Self)> = IntoIterator::into_iter($all).collect();
                 let names: Vec<String> = all.into_iter().map(|(name, _)| format!("\"{name}\"")).collect();
                 match names.split_last() {
@@ -164,7 +164,7 @@ macro_rules! config_enum {
         impl $crate::FromToml for $name {
             fn read(
                 value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
-                reader: &mut $crate::Reader<'_>,
+                reader: &mut $crate::TomlReader<'_>,
             ) -> Option<Self> {
                 struct Tag(&'static str);
                 $crate::string_enum!(Tag, $tag, [$(($variant_name.to_owned(), Tag($variant_name))),*]);
@@ -186,7 +186,7 @@ macro_rules! config_enum {
                 }
             }
 
-            fn expected() -> String {
+            fn describe_valid_values() -> String {
                 "a table".to_owned()
             }
 
@@ -203,7 +203,7 @@ macro_rules! config_enum {
                         schema["description"] = concat!($($doc),*).trim().into();
                         properties.insert(stringify!($field).to_owned(), schema);
                         let has_default = $crate::config_struct!(@has $($default)?);
-                        if <$type as $crate::FromToml>::REQUIRED && !has_default {
+                        if <$type as $crate::FromToml>::IS_KEY_REQUIRED && !has_default {
                             required.push(stringify!($field));
                         }
                     )*
@@ -221,7 +221,7 @@ macro_rules! config_enum {
 }
 
 /// Implements `load` and `parse` for the type that describes a configuration file. `$check` checks combinations of
-/// values, like the parameter of [`Source::read_as`](crate::Source::read_as).
+/// values, like the parameter of [`TomlSource::read_as`](crate::TomlSource::read_as).
 #[macro_export]
 macro_rules! config_file {
     ($config:ident) => {
@@ -231,11 +231,11 @@ macro_rules! config_file {
         impl $config {
             /// Reads and parses the file. Fails if it cannot be read or has mistakes. The error lists all mistakes.
             pub fn load(path: &std::path::Path) -> Result<Self, $crate::Diagnostics> {
-                Self::parse(&$crate::Source::read(path)?)
+                Self::parse(&$crate::TomlSource::read(path)?)
             }
 
             /// Parses the text of a file. Fails if it has mistakes. The error lists all mistakes.
-            pub fn parse(source: &$crate::Source) -> Result<Self, $crate::Diagnostics> {
+            pub fn parse(source: &$crate::TomlSource) -> Result<Self, $crate::Diagnostics> {
                 source.read_as($check)
             }
         }

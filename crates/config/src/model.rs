@@ -1,10 +1,10 @@
 //! Implementations of [`FromToml`](crate::FromToml) for types of `coreward_model`.
 
 use coreward_model::ServerId;
-use coreward_model::connection_table::TableSize;
-use coreward_model::consistency::{Consistency, TimestampOrigin};
-use coreward_model::forwarding::Forwarding;
-use coreward_model::health::{Jitter, ProbeAddress, StatusRange, WhenAllDown};
+use coreward_model::connection_table::ConnectionTableSize;
+use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
+use coreward_model::forwarding::ForwardingMode;
+use coreward_model::health::{HealthCheckJitter, HttpStatusRange, ProbeAddress, WhenAllDown};
 use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{ServerCapacity, ServerWeight};
@@ -16,18 +16,18 @@ use toml::Spanned;
 use toml::de::DeValue;
 
 use crate::from_toml::FromTomlScalar as _;
-use crate::{FromToml, Reader, SecretText, parse_text, string_enum};
+use crate::{FromToml, SecretText, TomlReader, parse_text, string_enum};
 
 /// Implements `FromToml` for a type whose values are numbers in TOML, which `$parse` converts.
 macro_rules! number {
     ($type:ty as $written:ty, $parse:expr, $expected:expr, $schema:tt) => {
         impl FromToml for $type {
-            fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+            fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
                 let written = <$written>::parse_number::<Self>(value, reader)?;
                 reader.ok_or_report($parse(written), value.span())
             }
 
-            fn expected() -> String {
+            fn describe_valid_values() -> String {
                 $expected.into()
             }
 
@@ -54,11 +54,12 @@ number!(ServerCapacity as f64, ServerCapacity::new, "a number above 0, at most 1
     { "type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000 });
 number!(Vlan as u64, Vlan::new, format!("1 to {}", Vlan::MAX_ID),
     { "type": "integer", "minimum": 1, "maximum": Vlan::MAX_ID });
-number!(TableSize as u64, TableSize::try_from, "a power of two from 1024 to 4194304",
+number!(ConnectionTableSize as u64, ConnectionTableSize::try_from, "a power of two from 1024 to 4194304",
     { "type": "integer", "minimum": 1024, "maximum": 4_194_304 });
 
-number!(Jitter as f64, |fraction| Jitter::new(fraction).ok_or_else(|| format!("{fraction}: expected \
-    {}", Jitter::expected())),
+number!(HealthCheckJitter as f64, |fraction| HealthCheckJitter::new(fraction).ok_or_else(|| format!("{fraction}: \
+expected \
+    {}", HealthCheckJitter::describe_valid_values())),
     "a part of the interval, from 0 to 1", { "type": "number", "minimum": 0, "maximum": 1 });
 
 string_enum!(
@@ -69,16 +70,16 @@ string_enum!(
 string_enum!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
 
 /// Reads a range of HTTP status codes. Its TOML string has the form "200" or "200-399".
-impl FromToml for StatusRange {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+impl FromToml for HttpStatusRange {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {
             let (first, last) = text.split_once('-').unwrap_or((text, text));
             let range = first.parse().ok().zip(last.parse().ok()).and_then(|(first, last)| Self::new(first, last));
-            range.ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
+            range.ok_or_else(|| format!("{text:?}: expected {}", Self::describe_valid_values()))
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "status codes from 100 to 599, as \"204\" or \"200-399\"".to_owned()
     }
 
@@ -88,8 +89,12 @@ impl FromToml for StatusRange {
 }
 
 string_enum!(Protocol, "protocol", Protocol::ALL.map(|protocol| (protocol.name().to_owned(), protocol)));
-string_enum!(Consistency, "consistency", Consistency::ALL.map(|consistency| (consistency.name(), consistency)));
-string_enum!(Forwarding, "forwarding", Forwarding::ALL.map(|forwarding| (forwarding.name().to_owned(), forwarding)));
+string_enum!(ConsistencyMode, "consistency", ConsistencyMode::ALL.map(|consistency| (consistency.name(), consistency)));
+string_enum!(
+    ForwardingMode,
+    "forwarding",
+    ForwardingMode::ALL.map(|forwarding| (forwarding.name().to_owned(), forwarding))
+);
 string_enum!(
     TimestampOrigin,
     "who stamps,",
@@ -98,6 +103,6 @@ string_enum!(
 );
 
 impl SecretText for RssKey {
-    const EXPECTED: &'static str =
+    const VALID_TEXT_DESCRIPTION: &'static str =
         "an RSS key: 40 to 52 bytes in hexadecimal, as `ethtool -x` prints them (6d:5a:56: ...)";
 }

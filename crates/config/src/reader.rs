@@ -9,16 +9,16 @@ use toml::de::{DeTable, DeValue};
 
 use crate::diagnostic::{MAX_SHOWN_DIAGNOSTICS, find_nearest_name};
 use crate::source::{ParsedToml, join_lines, key_at};
-use crate::{Diagnostic, Diagnostics, FromToml, Source, Span};
+use crate::{Diagnostic, Diagnostics, FromToml, Span, TomlSource};
 
 /// Reader of the values of one file. It stores each mistake and continues.
-pub struct Reader<'a> {
-    source: &'a Source,
+pub struct TomlReader<'a> {
+    source: &'a TomlSource,
     /// Names of the nested keys that lead to the value which is currently read.
     key_path: Vec<String>,
     pending_diagnostics: Vec<PendingDiagnostic>,
     omitted_diagnostic_count: usize,
-    syntax_errors: SyntaxErrors,
+    syntax_errors: SyntaxErrorLines,
 }
 
 /// Mistake whose line and column are not yet computed.
@@ -32,17 +32,17 @@ struct PendingDiagnostic {
 
 /// Syntax errors of the file, and the lines where they make later checks unreliable.
 #[derive(Default)]
-struct SyntaxErrors {
+struct SyntaxErrorLines {
     has_error: bool,
     error_lines: BTreeSet<usize>,
     /// Line of the first syntax error after which tables may be incomplete, or `None` if there is no such error.
     first_unreliable_line: Option<usize>,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> TomlReader<'a> {
     pub(crate) fn read<T: FromToml, U>(
-        source: &'a Source,
-        check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
+        source: &'a TomlSource,
+        check: impl FnOnce(T, &mut TomlReader<'_>) -> Option<U>,
     ) -> Result<U, Diagnostics> {
         let ParsedToml { table, errors, omitted_error_count: omitted_count } = source.parse_toml();
         let mut reader = Self {
@@ -50,7 +50,7 @@ impl<'a> Reader<'a> {
             key_path: Vec::new(),
             pending_diagnostics: Vec::new(),
             omitted_diagnostic_count: omitted_count,
-            syntax_errors: SyntaxErrors::default(),
+            syntax_errors: SyntaxErrorLines::default(),
         };
         for error in &errors {
             reader.record_syntax_error(error);
@@ -90,7 +90,7 @@ impl<'a> Reader<'a> {
                 .unwrap_or_default();
             let diagnostic = Diagnostic::new(
                 source.path(),
-                source.location(&pending_diagnostic.span),
+                source.text_location(&pending_diagnostic.span),
                 key,
                 &pending_diagnostic.message,
             );
@@ -102,13 +102,13 @@ impl<'a> Reader<'a> {
     }
 
     /// Stores a mistake at a location. `message` has the form "found: expected ...".
-    pub fn report(&mut self, span: Span, message: impl Display) {
+    pub fn report_mistake(&mut self, span: Span, message: impl Display) {
         self.push_diagnostic(span, message, || None);
     }
 
     /// Stores a mistake at a location within the value that is currently read. The key is derived from the location.
     pub fn report_within(&mut self, span: Span, message: impl Display) {
-        self.check_value(|reader| reader.report(span, message));
+        self.check_value(|reader| reader.report_mistake(span, message));
     }
 
     /// Runs `check` on the value that is currently read. The key of each mistake is derived from the mistake's
@@ -162,7 +162,7 @@ impl<'a> Reader<'a> {
 
     /// Returns the value of a result. If it is an error, stores it as a mistake at `span` and returns `None`.
     pub fn ok_or_report<T, E: Display>(&mut self, result: Result<T, E>, span: Span) -> Option<T> {
-        result.map_err(|message| self.report(span, message)).ok()
+        result.map_err(|message| self.report_mistake(span, message)).ok()
     }
 
     /// Stores a mistake about a value whose TOML type does not fit `T`, and returns `None`.
@@ -172,7 +172,7 @@ impl<'a> Reader<'a> {
             DeValue::Table(_) | DeValue::Array(_) => format!("a TOML {kind}"),
             _ => format!("{source_text} is a TOML {kind}"),
         };
-        self.report(value.span(), format!("{description}: expected {}", T::expected()));
+        self.report_mistake(value.span(), format!("{description}: expected {}", T::describe_valid_values()));
         None
     }
 
@@ -192,7 +192,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Returns the file's name and text.
-    pub fn source(&self) -> &Source {
+    pub fn source(&self) -> &TomlSource {
         self.source
     }
 
@@ -223,7 +223,7 @@ impl<'a> Reader<'a> {
     fn report_unknown_key(&mut self, key: &str, key_span: Span, known_keys: &[&str], misplaced_keys: &[(&str, &str)]) {
         self.key_path.push(key.to_owned());
         match misplaced_keys.iter().find(|(name, _)| *name == key) {
-            Some((_, expected)) => self.report(key_span, format!("is not known here: expected {expected}")),
+            Some((_, expected)) => self.report_mistake(key_span, format!("is not known here: expected {expected}")),
             None => {
                 let key_list = known_keys.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
                 let message = format!("is not known: expected one of {key_list}");
@@ -243,14 +243,22 @@ pub struct TableReader<'v, 'i> {
 impl TableReader<'_, '_> {
     /// Returns the value of a key. If the key is missing, returns `default`, or else the default of the type. If the
     /// value is wrong, or missing without a default, stores a mistake and returns `None`.
-    pub fn read_key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
+    pub fn read_key<T: FromToml>(
+        &self,
+        key: &str,
+        default: Option<fn() -> T>,
+        reader: &mut TomlReader<'_>,
+    ) -> Option<T> {
         reader.key_path.push(key.to_owned());
         let value = match self.table.get(key) {
             Some(value) => T::read(value, reader).or_else(|| T::value_after_error()),
             None if default.is_some() => None,
             None => {
-                if T::REQUIRED && !reader.syntax_errors.has_error {
-                    reader.report(self.span.clone(), format!("is missing: expected {}", T::expected()));
+                if T::IS_KEY_REQUIRED && !reader.syntax_errors.has_error {
+                    reader.report_mistake(
+                        self.span.clone(),
+                        format!("is missing: expected {}", T::describe_valid_values()),
+                    );
                 }
                 T::value_if_missing()
             }

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::{FromToml, Reader};
+use crate::{FromToml, TomlReader};
 
 /// Secret that is read from a file of its own. A key whose name ends in `_file` contains the file's path.
 #[derive(Clone, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub struct Secret<T>(T);
 /// Type of a secret that can be parsed from text. Parse errors are not shown, because they may quote the secret.
 pub trait SecretText: FromStr {
     /// Description of the expected text, for error messages.
-    const EXPECTED: &'static str;
+    const VALID_TEXT_DESCRIPTION: &'static str;
 }
 
 impl<T> Secret<T> {
@@ -90,17 +90,18 @@ pub(crate) fn read_secret_checking_owner(path: &Path, reject_foreign_owner: bool
 }
 
 impl<T: SecretText> FromToml for Secret<T> {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         let DeValue::String(name) = value.get_ref() else { return reader.report_wrong_type::<Self>(value) };
         let path = reader.resolve_path(Path::new(name.as_ref()));
         let secret = read_secret(&path).and_then(|text| {
-            let invalid_message = |_| format!("{} holds something else: expected {}", path.display(), T::EXPECTED);
-            text.parse::<T>().map_err(invalid_message)
+            let build_invalid_message =
+                |_| format!("{} holds something else: expected {}", path.display(), T::VALID_TEXT_DESCRIPTION);
+            text.parse::<T>().map_err(build_invalid_message)
         });
         reader.ok_or_report(secret, value.span()).map(Self)
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "the name of a file that holds the secret, relative to this one".to_owned()
     }
 

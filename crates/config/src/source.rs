@@ -11,8 +11,8 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 
-use crate::diagnostic::{Location, MAX_SHOWN_DIAGNOSTICS};
-use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
+use crate::diagnostic::{MAX_SHOWN_DIAGNOSTICS, TextLocation};
+use crate::{Diagnostic, Diagnostics, FromToml, Span, TomlReader};
 
 /// Maximum size of a configuration file, in bytes. It equals the limit of the API for a fleet document.
 const MAX_FILE_BYTES: u64 = 8 << 20;
@@ -21,7 +21,7 @@ const MAX_NESTING_DEPTH: u32 = 80;
 
 /// Text of a TOML file, and the path that diagnostics show for it.
 #[derive(Debug, Clone)]
-pub struct Source {
+pub struct TomlSource {
     path: PathBuf,
     text: Arc<str>,
     /// Byte offset of the start of each line, with which locations are computed without a search through the text.
@@ -61,7 +61,7 @@ fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::E
     }
 }
 
-impl Source {
+impl TomlSource {
     /// Reads a file. Fails if the file is larger than 8 MiB or is not UTF-8.
     pub fn read(path: &Path) -> Result<Self, Diagnostic> {
         let unreadable_diagnostic =
@@ -75,7 +75,7 @@ impl Source {
         let text = String::from_utf8(bytes).map_err(|error| {
             let valid_byte_count = error.utf8_error().valid_up_to();
             let text = String::from_utf8_lossy(&error.as_bytes()[..valid_byte_count]).into_owned();
-            let location = Self::new(path.to_owned(), text.into()).location(&(valid_byte_count..valid_byte_count));
+            let location = Self::new(path.to_owned(), text.into()).text_location(&(valid_byte_count..valid_byte_count));
             Diagnostic::new(path, location, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
         })?;
         Ok(Self::new(path.to_owned(), text.into()))
@@ -107,9 +107,9 @@ impl Source {
     /// mistakes, the error lists all of them.
     pub fn read_as<T: FromToml, U>(
         &self,
-        check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
+        check: impl FnOnce(T, &mut TomlReader<'_>) -> Option<U>,
     ) -> Result<U, Diagnostics> {
-        Reader::read(self, check)
+        TomlReader::read(self, check)
     }
 
     /// Parses the text as a serde struct. Fails at the first mistake.
@@ -148,7 +148,7 @@ impl Source {
     /// Returns the diagnostics of the first syntax errors, as many as are shown.
     pub fn syntax_errors(&self) -> Vec<Diagnostic> {
         let to_diagnostic = |error: toml::de::Error| {
-            let location = self.location(&error.span().unwrap_or_default());
+            let location = self.text_location(&error.span().unwrap_or_default());
             Diagnostic::new(&self.path, location, String::new(), &join_lines(error.message()))
         };
         self.parse_toml().errors.into_iter().map(to_diagnostic).collect()
@@ -163,15 +163,15 @@ impl Source {
     pub(crate) fn diagnostics_at(&self, mistakes: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.parse_toml().table;
         let to_diagnostic = |(span, message): &(Span, String)| {
-            Diagnostic::new(&self.path, self.location(span), key_at(table.get_ref(), span), message)
+            Diagnostic::new(&self.path, self.text_location(span), key_at(table.get_ref(), span), message)
         };
         mistakes.iter().map(to_diagnostic).collect()
     }
 
-    pub(crate) fn location(&self, span: &Span) -> Location {
+    pub(crate) fn text_location(&self, span: &Span) -> TextLocation {
         let line_index = self.line_index(span.start);
         let preceding_text = self.text.get(self.line_starts[line_index]..span.start).unwrap_or_default();
-        Location { line: line_index as u32 + 1, column: preceding_text.chars().count() as u32 + 1 }
+        TextLocation { line: line_index as u32 + 1, column: preceding_text.chars().count() as u32 + 1 }
     }
 
     fn line_index(&self, byte_offset: usize) -> usize {

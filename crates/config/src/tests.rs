@@ -10,26 +10,26 @@ use serde_json::json;
 
 use crate::secret::read_secret_checking_owner;
 use crate::{
-    BoundedDuration, BoundedInteger, Diagnostics, LocatedValue, MILLISECOND_NS, Name, SECOND_NS, Secret, Source,
-    Spanned, config_enum, config_struct, schema,
+    BoundedDuration, BoundedInteger, Diagnostics, LocatedValue, MILLISECOND_NS, PrintableName, SECOND_NS, Secret,
+    Spanned, TomlSource, build_file_schema, config_enum, config_struct,
 };
 
 config_struct! {
     /// Configuration file of an example daemon.
     #[derive(Debug)]
-    struct Daemon {
+    struct DaemonConfig {
         /// Name of the daemon.
-        name: LocatedValue<Name>,
+        name: LocatedValue<PrintableName>,
         /// Interval between two polls.
         interval: Option<BoundedDuration<{ 10 * MILLISECOND_NS }, { SECOND_NS }>>,
         /// Number of workers.
         count: BoundedInteger<1, 9> = BoundedInteger(3),
         /// Position of the daemon.
-        place: Option<Position>,
+        place: Option<DaemonPosition>,
         /// File that contains the hash key.
         key_file: Option<Secret<RssKey>>,
         /// Services of the daemon.
-        services as "service": Vec<Spanned<Service>>,
+        services as "service": Vec<Spanned<ServiceSection>>,
     }
     elsewhere {
         "key" => "`key_file`",
@@ -38,7 +38,7 @@ config_struct! {
 
 config_struct! {
     #[derive(Debug)]
-    struct Service {
+    struct ServiceSection {
         /// Address at which the service listens.
         listen: LocatedValue<SocketAddr>,
     }
@@ -46,7 +46,7 @@ config_struct! {
 
 config_enum! {
     #[derive(Debug, PartialEq)]
-    enum Position by "kind" {
+    enum DaemonPosition by "kind" {
         /// Position on this machine.
         Here as "here" {},
         /// Position in a file.
@@ -57,20 +57,20 @@ config_enum! {
     }
 }
 
-fn read_daemon(source: &Source) -> Result<Daemon, Diagnostics> {
-    source.read_as(|daemon: Daemon, reader| {
+fn read_daemon(source: &TomlSource) -> Result<DaemonConfig, Diagnostics> {
+    source.read_as(|daemon: DaemonConfig, reader| {
         if let [first, second, ..] = &daemon.services[..]
             && first.get_ref().listen.value.is_some()
             && first.get_ref().listen.value == second.get_ref().listen.value
         {
-            reader.report(second.get_ref().listen.span.clone(), "is used twice: expected each once");
+            reader.report_mistake(second.get_ref().listen.span.clone(), "is used twice: expected each once");
         }
         Some(daemon)
     })
 }
 
-fn parse_daemon(text: &str) -> Result<Daemon, Diagnostics> {
-    read_daemon(&Source::from_text("daemon.toml", text))
+fn parse_daemon(text: &str) -> Result<DaemonConfig, Diagnostics> {
+    read_daemon(&TomlSource::from_text("daemon.toml", text))
 }
 
 fn diagnostic_lines(text: &str) -> Vec<String> {
@@ -80,12 +80,12 @@ fn diagnostic_lines(text: &str) -> Vec<String> {
 #[test]
 fn valid_file_yields_its_values() {
     let daemon = parse_daemon("name = \"a\"\n").unwrap();
-    assert_eq!((daemon.name.value, daemon.interval, daemon.count.0), (Some(Name("a".into())), None, 3));
+    assert_eq!((daemon.name.value, daemon.interval, daemon.count.0), (Some(PrintableName("a".into())), None, 3));
     let text = "name = \"a\"\ninterval = \"0.5s\"\ncount = 0x9\nplace = { kind = \"there\", path = \"/p\" }\n\
                 [[service]]\nlisten = \"10.0.0.1:80\"\n";
     let daemon = parse_daemon(text).unwrap();
     assert_eq!(daemon.interval.unwrap().0, Duration::from_millis(500));
-    assert_eq!((daemon.count.0, daemon.place), (9, Some(Position::There { path: "/p".into() })));
+    assert_eq!((daemon.count.0, daemon.place), (9, Some(DaemonPosition::There { path: "/p".into() })));
     assert_eq!(daemon.services[0].get_ref().listen.value, Some("10.0.0.1:80".parse().unwrap()));
 }
 
@@ -195,7 +195,7 @@ fn mistakes_are_printed_as_json() {
 
 #[test]
 fn missing_file_is_named_in_the_error() {
-    let error = Source::read(Path::new("/nonexistent/daemon.toml")).unwrap_err().to_string();
+    let error = TomlSource::read(Path::new("/nonexistent/daemon.toml")).unwrap_err().to_string();
     assert!(error.starts_with("/nonexistent/daemon.toml: No such file"), "{error}");
     assert!(error.ends_with(": expected a readable TOML file"), "{error}");
 }
@@ -204,29 +204,36 @@ fn missing_file_is_named_in_the_error() {
 fn binary_and_oversized_files_are_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("daemon.toml");
-    let read_error = || Source::read(&file).unwrap_err().to_string();
+    let read_error_message = || TomlSource::read(&file).unwrap_err().to_string();
     std::fs::write(&file, b"name = \"a\"\nplace = \"\xff\"\n").unwrap();
     let expected = format!("{}:2:10: bytes that are no text: expected a TOML file in UTF-8", file.display());
-    assert_eq!(read_error(), expected);
+    assert_eq!(read_error_message(), expected);
     std::fs::write(&file, " ".repeat((8 << 20) + 1)).unwrap();
-    assert!(read_error().contains("more than 8 MiB"), "{}", read_error());
+    assert!(read_error_message().contains("more than 8 MiB"), "{}", read_error_message());
     // Some editors on Windows add a byte order mark and end lines with a carriage return.
     std::fs::write(&file, "\u{feff}name = \"a\"\r\ncount = 2\r\n").unwrap();
-    read_daemon(&Source::read(&file).unwrap()).unwrap();
+    read_daemon(&TomlSource::read(&file).unwrap()).unwrap();
 }
 
 #[test]
 fn invalid_interface_names_and_relative_paths_are_rejected() {
     crate::config_struct! {
-        struct Host {
+        struct HostConfig {
             interface: crate::InterfaceName,
             pins: crate::AbsolutePath,
         }
     }
     let parse_and_match_schema = |interface: &str, pins: &str| {
         let text = format!("interface = {interface:?}\npins = {pins:?}\n");
-        let host = Source::from_text("f", &text).read_as(|host: Host, _| Some((host.interface.0, host.pins.0)));
-        (host.is_ok(), jsonschema::is_valid(&schema::<Host>("f"), &json!({ "interface": interface, "pins": pins })))
+        let host =
+            TomlSource::from_text("f", &text).read_as(|host: HostConfig, _| Some((host.interface.0, host.pins.0)));
+        (
+            host.is_ok(),
+            jsonschema::is_valid(
+                &build_file_schema::<HostConfig>("f"),
+                &json!({ "interface": interface, "pins": pins }),
+            ),
+        )
     };
     for interface in ["eth0", "enp0s31f6", "bond0.12", "lb-vip_1@fifteen"] {
         let is_valid = interface.len() < 16;
@@ -260,12 +267,13 @@ fn secret_file_readable_by_others_is_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let (file, secret) = (directory.path().join("daemon.toml"), directory.path().join("rss.key"));
     std::fs::write(&file, "name = \"a\"\nkey_file = \"rss.key\"\n").unwrap();
-    let source = Source::read(&file).unwrap();
-    let error_message = || read_daemon(&source).unwrap_err().to_string();
+    let source = TomlSource::read(&file).unwrap();
+    let read_error_message = || read_daemon(&source).unwrap_err().to_string();
     assert!(
-        error_message().contains("2:12: key `key_file`: ") && error_message().contains("rss.key: No such file"),
+        read_error_message().contains("2:12: key `key_file`: ")
+            && read_error_message().contains("rss.key: No such file"),
         "{}",
-        error_message()
+        read_error_message()
     );
     let key = RssKey::microsoft_verification_key();
     std::fs::write(&secret, format!("{key}\n")).unwrap();
@@ -273,9 +281,9 @@ fn secret_file_readable_by_others_is_rejected() {
     set_mode(0o640);
     let expected = format!("(mode 0640): expected `chmod 600 {}`", secret.display());
     assert!(
-        error_message().contains("others can read or write") && error_message().ends_with(&expected),
+        read_error_message().contains("others can read or write") && read_error_message().ends_with(&expected),
         "{}",
-        error_message()
+        read_error_message()
     );
     set_mode(0o600);
     let daemon = read_daemon(&source).unwrap();
@@ -284,19 +292,24 @@ fn secret_file_readable_by_others_is_rejected() {
     // The message must not advise to change a directory's permissions, which would make the directory unusable.
     std::fs::remove_file(&secret).unwrap();
     std::fs::create_dir(&secret).unwrap();
-    assert!(error_message().contains("rss.key is a directory: expected a readable file"), "{}", error_message());
+    assert!(
+        read_error_message().contains("rss.key is a directory: expected a readable file"),
+        "{}",
+        read_error_message()
+    );
     std::fs::remove_dir(&secret).unwrap();
     std::fs::write(&secret, "").unwrap();
     set_mode(0o600);
     std::fs::write(&secret, "hunter2").unwrap();
     assert!(
-        error_message().contains("holds something else: expected an RSS key") && !error_message().contains("hunter2")
+        read_error_message().contains("holds something else: expected an RSS key")
+            && !read_error_message().contains("hunter2")
     );
 }
 
 #[test]
 fn schema_and_parser_accept_the_same_text() {
-    let validator = jsonschema::validator_for(&schema::<Daemon>("daemon.toml")).unwrap();
+    let validator = jsonschema::validator_for(&build_file_schema::<DaemonConfig>("daemon.toml")).unwrap();
     let matches_schema = |text: &str| {
         let value: toml::Value = toml::from_str(text).unwrap();
         validator.is_valid(&serde_json::to_value(value).unwrap())
@@ -312,7 +325,7 @@ fn schema_and_parser_accept_the_same_text() {
     for invalid_place in ["kind = \"hear\"", "kind = \"here\", path = \"x\"", "kind = \"there\"", ""] {
         assert!(!matches_schema(&format!("name = \"a\"\nplace = {{ {invalid_place} }}")), "{invalid_place}");
     }
-    let schema = schema::<Daemon>("daemon.toml");
+    let schema = build_file_schema::<DaemonConfig>("daemon.toml");
     assert_eq!(schema["properties"]["count"]["description"], "Number of workers.");
     assert_eq!(schema["required"], json!(["name"]));
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::{FromToml, Reader};
+use crate::{FromToml, TomlReader};
 
 /// One microsecond in nanoseconds, the unit of the limits of [`BoundedDuration`].
 pub const MICROSECOND_NS: u64 = 1_000;
@@ -44,30 +44,33 @@ pub fn format_duration(duration: Duration) -> String {
 impl<const MIN: u64, const MAX: u64> BoundedDuration<MIN, MAX> {
     fn parse(text: &str) -> Result<Self, String> {
         let duration = humantime::parse_duration(text)
-            .map_err(|reason| format!("{text:?} is no time ({reason}): expected {}", Self::expected()))?;
+            .map_err(|reason| format!("{text:?} is no time ({reason}): expected {}", Self::describe_valid_values()))?;
         let allowed_range = Duration::from_nanos(MIN)..=Duration::from_nanos(MAX);
         if allowed_range.contains(&duration) {
             Ok(Self(duration))
         } else {
-            Err(format!("{text:?}: expected {}", Self::expected()))
+            Err(format!("{text:?}: expected {}", Self::describe_valid_values()))
         }
     }
 }
 
 impl<const MIN: u64, const MAX: u64> FromToml for BoundedDuration<MIN, MAX> {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::String(text) => reader.ok_or_report(Self::parse(text), value.span()),
             DeValue::Integer(_) | DeValue::Float(_) => {
                 let number_text = reader.text_at(&value.span()).to_owned();
-                reader.report(value.span(), format!("{number_text} has no unit: expected {}", Self::expected()));
+                reader.report_mistake(
+                    value.span(),
+                    format!("{number_text} has no unit: expected {}", Self::describe_valid_values()),
+                );
                 None
             }
             _ => reader.report_wrong_type::<Self>(value),
         }
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         let [least, most] = [MIN, MAX].map(|ns| format_duration(Duration::from_nanos(ns)));
         format!("a time with its unit, from \"{least}\" to \"{most}\"")
     }
@@ -98,14 +101,14 @@ mod tests {
 
     #[test]
     fn duration_bounds_are_inclusive() {
-        type Interval = BoundedDuration<{ 10 * MILLISECOND_NS }, SECOND_NS>;
-        assert_eq!(Interval::parse("1s"), Ok(BoundedDuration(Duration::from_secs(1))));
-        assert_eq!(Interval::parse("0.01s"), Ok(BoundedDuration(Duration::from_millis(10))));
+        type TestInterval = BoundedDuration<{ 10 * MILLISECOND_NS }, SECOND_NS>;
+        assert_eq!(TestInterval::parse("1s"), Ok(BoundedDuration(Duration::from_secs(1))));
+        assert_eq!(TestInterval::parse("0.01s"), Ok(BoundedDuration(Duration::from_millis(10))));
         assert_eq!(
-            Interval::parse("9ms").unwrap_err(),
+            TestInterval::parse("9ms").unwrap_err(),
             "\"9ms\": expected a time with its unit, from \"10ms\" to \"1s\""
         );
-        let error = Interval::parse("100").unwrap_err();
+        let error = TestInterval::parse("100").unwrap_err();
         assert!(error.starts_with("\"100\" is no time (") && error.ends_with("to \"1s\""), "{error}");
     }
 }

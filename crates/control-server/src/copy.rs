@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use coreward_etcd::cluster::Cluster;
+use coreward_etcd::cluster::EtcdClusterClient;
 use coreward_etcd::leadership::Leadership;
 
-use coreward_store::Store;
+use coreward_store::FleetStore;
 use coreward_store::embedded::EmbeddedStore;
 use coreward_store::etcd::EtcdStore;
 
@@ -28,9 +28,11 @@ pub fn copy_store(source_file: &Path, target_file: &Path, may_replace: bool) -> 
         target_file.display()
     );
     let (source, mut target) = (OpenedStore::open(&source)?, OpenedStore::open(&target)?);
-    let mut records =
-        source.store.load()?.with_context(|| format!("the store of {} has no records", source_file.display()))?;
-    if let Some(previous_records) = target.store.load()? {
+    let mut records = source
+        .store
+        .load_records()?
+        .with_context(|| format!("the store of {} has no records", source_file.display()))?;
+    if let Some(previous_records) = target.store.load_records()? {
         ensure!(
             may_replace,
             "a fleet of generation {} is on record by {} already: expected nothing there, or --replace",
@@ -40,31 +42,31 @@ pub fn copy_store(source_file: &Path, target_file: &Path, may_replace: bool) -> 
         // The new generation is higher, so that peers of the replaced fleet take this configuration for a newer one.
         records.generation = records.generation.max(previous_records.generation + 1);
     }
-    target.store.save(&records)?;
+    target.store.save_records(&records)?;
     let (servers, services) = (records.servers.len(), records.services.len());
     Ok(format!("copied: {servers} servers, {services} services, generation {}", records.generation))
 }
 
 /// Store that is open only during the copy.
 struct OpenedStore {
-    store: Store,
-    leadership: Option<(Arc<Cluster>, Arc<Leadership>)>,
+    store: FleetStore,
+    cluster_and_leadership: Option<(Arc<EtcdClusterClient>, Arc<Leadership>)>,
 }
 
 impl OpenedStore {
     fn open(location: &StoreLocation) -> anyhow::Result<Self> {
         match location {
             StoreLocation::Embedded(file) => {
-                Ok(Self { store: Store::Embedded(EmbeddedStore::open(file)?), leadership: None })
+                Ok(Self { store: FleetStore::Embedded(EmbeddedStore::open(file)?), cluster_and_leadership: None })
             }
             StoreLocation::Etcd(config) => {
                 let cluster = leader_election::connect_cluster(config)?;
                 let leadership = cluster
-                    .block_on(leader_election::candidate(config)?.campaign_once(cluster.clone()))
+                    .block_on(leader_election::build_candidate(config)?.campaign_once(cluster.clone()))
                     .context("a controller uses this store: expected all of them to be stopped")?;
                 let leadership = Arc::new(leadership);
                 let store = EtcdStore::open(cluster.clone(), leadership.clone(), &config.key_prefix)?;
-                Ok(Self { store: Store::Etcd(store), leadership: Some((cluster, leadership)) })
+                Ok(Self { store: FleetStore::Etcd(store), cluster_and_leadership: Some((cluster, leadership)) })
             }
         }
     }
@@ -72,7 +74,7 @@ impl OpenedStore {
 
 impl Drop for OpenedStore {
     fn drop(&mut self) {
-        if let Some((cluster, leadership)) = &self.leadership
+        if let Some((cluster, leadership)) = &self.cluster_and_leadership
             && let Err(error) = cluster.block_on(leadership.resign())
         {
             tracing::warn!(

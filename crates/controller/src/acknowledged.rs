@@ -1,22 +1,22 @@
 //! Acknowledgements and rejections (NACKs) of the newest configuration, and rejections of tables.
 
 use coreward_api::types::{Acknowledgements, PeerGeneration, RejectedUpdate};
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_wire::v1;
 
 use super::agent::Agent;
 use super::{Controller, Now};
-use coreward_fleet::fleet::AdminState;
+use coreward_fleet::fleet::ServerAdminState;
 use coreward_metrics::metrics;
 use coreward_metrics::table::MetricKind::{Gauge, MaxGauge};
-use coreward_metrics::table::{Component, Family, family};
+use coreward_metrics::table::{Component, MetricFamily, declare_family};
 
 metrics! {
-    GENERATION_LAG: Family<2> = family(
+    GENERATION_LAG: MetricFamily<2> = declare_family(
         MaxGauge, "coreward_generation_lag", &["part", "name"], &[Component::Controller],
         "Generations of the configuration that a load balancer (lb) or server (agent) is behind",
     );
-    REJECTED_UPDATES: Family<2> = family(
+    REJECTED_UPDATES: MetricFamily<2> = declare_family(
         Gauge, "coreward_rejected_updates", &["part", "name"], &[Component::Controller],
         "Parts of the newest updates that a load balancer (lb) or server (agent) rejects",
     );
@@ -25,21 +25,23 @@ metrics! {
 /// Maximum number of listed peers (load balancers and agents), and also of listed rejections. Further ones are only
 /// counted.
 const MAX_LISTED_PEERS: usize = 100;
-const LOAD_BALANCER_KIND: &str = "lb";
-const AGENT_KIND: &str = "agent";
+const LOAD_BALANCER_COMPONENT_NAME: &str = "lb";
+const AGENT_COMPONENT_NAME: &str = "agent";
 
-fn waiting_peer(component: &str, name: &str, configuration_generation: u64) -> PeerGeneration {
+fn build_waiting_peer(component: &str, name: &str, configuration_generation: u64) -> PeerGeneration {
     PeerGeneration { component: component.to_owned(), name: name.to_owned(), configuration_generation }
 }
 
 impl Controller {
     pub fn acknowledgements(&self, now: Now) -> Acknowledgements {
         let newest_generation = self.fleet.generation;
-        let peers = self.peers(now);
+        let peers = self.live_peers(now);
         let waiting_peers: Vec<PeerGeneration> = peers
             .iter()
             .filter(|(_, _, confirmed_generation, _)| *confirmed_generation < newest_generation)
-            .map(|(component, name, confirmed_generation, _)| waiting_peer(component, name, *confirmed_generation))
+            .map(|(component, name, confirmed_generation, _)| {
+                build_waiting_peer(component, name, *confirmed_generation)
+            })
             .collect();
         let peer_rejected_updates =
             |(component, name, _, rejected_updates): &(&str, &str, u64, &[v1::RejectedUpdate])| {
@@ -50,8 +52,9 @@ impl Controller {
             };
         let all_rejected_updates: Vec<RejectedUpdate> = peers.iter().flat_map(peer_rejected_updates).collect();
         let lost_load_balancers = self.load_balancers.iter().filter(|(_, balancer)| !balancer.is_alive(now));
-        let lost_load_balancers = lost_load_balancers
-            .map(|(name, balancer)| waiting_peer(LOAD_BALANCER_KIND, name, balancer.confirmed_generation));
+        let lost_load_balancers = lost_load_balancers.map(|(name, balancer)| {
+            build_waiting_peer(LOAD_BALANCER_COMPONENT_NAME, name, balancer.confirmed_generation)
+        });
         let (waiting_count, rejected_count) = (waiting_peers.len() as u64, all_rejected_updates.len() as u64);
         Acknowledgements {
             configuration_generation: newest_generation,
@@ -65,25 +68,26 @@ impl Controller {
     }
 
     /// Returns each live load balancer and connected agent, with its kind, confirmed generation and rejected updates.
-    fn peers(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RejectedUpdate])> {
+    fn live_peers(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RejectedUpdate])> {
         let mut peers = Vec::new();
         for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {
             let rejected_updates = balancer.reported_state.as_ref().map_or(&[][..], |(state, _)| &state.rejected);
-            peers.push((LOAD_BALANCER_KIND, name.as_str(), balancer.confirmed_generation, rejected_updates));
+            peers.push((LOAD_BALANCER_COMPONENT_NAME, name.as_str(), balancer.confirmed_generation, rejected_updates));
         }
-        for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.admin_state != AdminState::Left) {
+        for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.admin_state != ServerAdminState::Left)
+        {
             let is_connected = |agent: &&Agent| agent.session.is_some();
             if let Some(agent) = self.agent(*id).filter(is_connected) {
                 let rejected_updates =
                     agent.newest_report.as_ref().map_or(&[][..], |report| &report.details.rejected_updates);
-                peers.push((AGENT_KIND, server.name.as_str(), agent.confirmed_generation, rejected_updates));
+                peers.push((AGENT_COMPONENT_NAME, server.name.as_str(), agent.confirmed_generation, rejected_updates));
             }
         }
         peers
     }
 
-    pub(super) fn add_acknowledgement_metrics(&self, snapshot: &mut Snapshot, now: Now) {
-        for (component, name, confirmed_generation, rejected_updates) in self.peers(now) {
+    pub(super) fn add_acknowledgement_metrics(&self, snapshot: &mut MetricsSnapshot, now: Now) {
+        for (component, name, confirmed_generation, rejected_updates) in self.live_peers(now) {
             let generation_lag = self.fleet.generation.saturating_sub(confirmed_generation);
             snapshot.add_value(&GENERATION_LAG, [component, name], generation_lag as f64);
             snapshot.add_value(&REJECTED_UPDATES, [component, name], rejected_updates.len() as f64);

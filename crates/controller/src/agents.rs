@@ -8,7 +8,7 @@ use super::agent::Agent;
 use coreward_fleet::fleet::Fleet;
 
 #[derive(Debug, Default)]
-pub struct Agents {
+pub struct FleetAgents {
     agents: Vec<Agent>,
     positions_by_name: HashMap<String, usize>,
     /// Positions in `agents` by server id, because every table looks up all servers. If the operator has replaced an id
@@ -16,7 +16,7 @@ pub struct Agents {
     positions_by_id: Vec<Option<usize>>,
 }
 
-impl Agents {
+impl FleetAgents {
     /// Removes the agents of servers that have left the fleet.
     pub fn retain_fleet_agents(&mut self, fleet: &Fleet) {
         let mut old_agents: Vec<Option<Agent>> = std::mem::take(&mut self.agents).into_iter().map(Some).collect();

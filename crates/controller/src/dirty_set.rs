@@ -4,7 +4,7 @@ use coreward_model::ServerId;
 
 /// Changes of one server's inputs since the newest table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-struct ServerChanges {
+struct ServerInputChanges {
     /// Whether the server's agent or rack has reported a new load, or load balancers have counted one.
     has_new_load: bool,
     /// Whether more than the rack's summary has changed, so that all of the server's inputs must be read again.
@@ -14,34 +14,34 @@ struct ServerChanges {
 }
 
 #[derive(Debug, Default)]
-pub struct DirtySet {
-    servers: Vec<ServerChanges>,
+pub struct DirtyServerSet {
+    servers: Vec<ServerInputChanges>,
     /// Servers with changes since the newest table. They are few, because a table follows after a few reports.
     changed_servers: Vec<ServerId>,
     /// Servers whose changes are contained in the newest table.
     previously_changed_servers: Vec<ServerId>,
 }
 
-impl DirtySet {
-    fn changes_mut(&mut self, id: ServerId) -> &mut ServerChanges {
+impl DirtyServerSet {
+    fn changes_of_server_mut(&mut self, id: ServerId) -> &mut ServerInputChanges {
         let position = usize::from(id.get());
         if position >= self.servers.len() {
-            self.servers.resize(position + 1, ServerChanges::default());
+            self.servers.resize(position + 1, ServerInputChanges::default());
         }
         &mut self.servers[position]
     }
 
-    fn changes_of(&self, id: ServerId) -> ServerChanges {
+    fn changes_of_server(&self, id: ServerId) -> ServerInputChanges {
         self.servers.get(usize::from(id.get())).copied().unwrap_or_default()
     }
 
     pub fn mark_changed(&mut self, id: ServerId) {
         self.mark_relayed_load(id);
-        self.changes_mut(id).needs_refresh = true;
+        self.changes_of_server_mut(id).needs_refresh = true;
     }
 
     pub fn mark_relayed_load(&mut self, id: ServerId) {
-        if !std::mem::replace(&mut self.changes_mut(id).has_new_load, true) {
+        if !std::mem::replace(&mut self.changes_of_server_mut(id).has_new_load, true) {
             self.changed_servers.push(id);
         }
     }
@@ -53,32 +53,32 @@ impl DirtySet {
 
     /// Returns whether a new load of the server has arrived since the newest table was made.
     pub fn has_new_load(&self, id: ServerId) -> bool {
-        self.changes_of(id).has_new_load
+        self.changes_of_server(id).has_new_load
     }
 
     /// Returns whether inputs of the server may have changed that are not in its rack's summary.
     pub fn needs_refresh(&self, id: ServerId) -> bool {
-        self.changes_of(id).needs_refresh
+        self.changes_of_server(id).needs_refresh
     }
 
-    pub fn record_table(&mut self, generation: u64) {
+    pub fn record_new_table(&mut self, generation: u64) {
         std::mem::swap(&mut self.previously_changed_servers, &mut self.changed_servers);
         self.changed_servers.clear();
         for id in &self.previously_changed_servers {
             self.servers[usize::from(id.get())] =
-                ServerChanges { has_new_load: false, needs_refresh: false, load_generation: generation };
+                ServerInputChanges { has_new_load: false, needs_refresh: false, load_generation: generation };
         }
     }
 
     /// Returns the generation of the first table that contains the server's newest load.
     pub fn load_generation(&self, id: ServerId) -> Option<u64> {
-        Some(self.changes_of(id).load_generation).filter(|generation| *generation > 0)
+        Some(self.changes_of_server(id).load_generation).filter(|generation| *generation > 0)
     }
 
-    pub fn retain(&mut self, is_in_fleet: impl Fn(ServerId) -> bool) {
+    pub fn retain_fleet_servers(&mut self, is_in_fleet: impl Fn(ServerId) -> bool) {
         for (position, server) in self.servers.iter_mut().enumerate() {
             if !ServerId::try_from(position as u64).is_ok_and(&is_in_fleet) {
-                *server = ServerChanges::default();
+                *server = ServerInputChanges::default();
             }
         }
         self.changed_servers.retain(|id| is_in_fleet(*id));

@@ -9,10 +9,10 @@ use coreward_model::ServerId;
 use coreward_model::tuple::Protocol;
 
 use super::agent::{Agent, ConnectionCount};
-use super::service::Eligibility;
+use super::service::ServerEligibility;
 use super::{Controller, Now};
 use coreward_fleet::drains::{DrainError, DrainRequest};
-use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
+use coreward_fleet::fleet::{FleetServer, FleetService, ServerAdminState};
 
 /// Maximum delay of an agent's report. The start time of a connection count is derived from the report's arrival, so a
 /// delay makes the count seem more recent than it is.
@@ -21,7 +21,7 @@ const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
 impl Controller {
     /// Checks that each of the drain's services still has healthy servers other than the drained one.
     pub fn check_drain_is_possible(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
-        request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
+        request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == ServerEligibility::Eligible)
     }
 
     /// Returns the state of the server's drain and its remaining connections, or `None` if no server has this name.
@@ -29,12 +29,12 @@ impl Controller {
         let id = self.fleet.server_id(server)?;
         let (server, empty_agent) = (&self.fleet.servers[&id], Agent::default());
         let agent = self.agent(id).unwrap_or(&empty_agent);
-        let state_reason = self.state_reason(id, server, now);
+        let state_reason = self.state_with_reason(id, server, now);
         let drain = self.drain_of(id, now);
         let drained_services: Vec<&FleetService> = self.drained_services(id).collect();
-        let takes_no_connections = drain.is_some() || server.admin_state == AdminState::Left;
+        let takes_no_connections = drain.is_some() || server.admin_state == ServerAdminState::Left;
         let remaining_connections =
-            takes_no_connections.then(|| self.remaining_connections(server, agent, &drained_services, now));
+            takes_no_connections.then(|| self.count_remaining_connections(server, agent, &drained_services, now));
         let (remaining, waits_for) = match remaining_connections {
             None => (None, Vec::new()),
             Some(Ok(remaining)) => (Some(remaining), Vec::new()),
@@ -43,13 +43,13 @@ impl Controller {
         Some(DrainStatus {
             server: server.name.clone(),
             state: state_reason.state,
-            state_reason: state_reason.reason,
+            state_reason: state_reason.state_reason,
             report_state: agent.report_state(now),
             drain,
             remaining_connections: remaining,
             unknown_count_reasons: waits_for,
             connection_counts: agent
-                .connection_count(now)
+                .fresh_connection_count(now)
                 .map(|connection_count| to_counted_connections(connection_count, now)),
             uncounted_services: drained_services
                 .iter()
@@ -61,18 +61,18 @@ impl Controller {
 
     pub(super) fn drain_of(&self, id: ServerId, now: Now) -> Option<ActiveDrain> {
         let server = &self.fleet.servers[&id];
-        if server.admin_state == AdminState::Left {
+        if server.admin_state == ServerAdminState::Left {
             return None;
         }
         if let Some(drain) = &server.drain {
             let drain_duration = now.record_time.saturating_sub(drain.changed_at);
             return Some(ActiveDrain {
                 origin: DrainOrigin::Command,
-                since_unix_ms: Some(now.wall.saturating_sub(drain_duration).as_millis() as u64),
+                since_unix_ms: Some(now.wall_time.saturating_sub(drain_duration).as_millis() as u64),
                 services: drain.services.iter().flatten().cloned().collect(),
             });
         }
-        let is_drained_by_document = server.admin_state == AdminState::Draining || server.weight.get() == 0;
+        let is_drained_by_document = server.admin_state == ServerAdminState::Draining || server.weight.get() == 0;
         is_drained_by_document.then_some(ActiveDrain {
             origin: DrainOrigin::Document,
             since_unix_ms: None,
@@ -83,11 +83,11 @@ impl Controller {
     /// Returns the present and past services of the server in which it currently takes no new connections.
     fn drained_services(&self, id: ServerId) -> impl Iterator<Item = &FleetService> {
         let services = self.fleet.services.iter().filter(move |service| service.members.contains_key(&id));
-        services.filter(move |service| !self.fleet.is_eligible(service, id))
+        services.filter(move |service| !self.fleet.is_server_eligible(service, id))
     }
 
     /// Returns the number of remaining connections of these services, or the reason why it is not known yet.
-    fn remaining_connections(
+    fn count_remaining_connections(
         &self,
         server: &FleetServer,
         agent: &Agent,
@@ -128,7 +128,7 @@ impl Controller {
 
 /// Returns the agent's newest count of connections, or a description of what the drain waits for.
 fn newest_connection_count(agent: &Agent, now: Now) -> Result<&ConnectionCount, String> {
-    match (agent.report_state(now), agent.connection_count(now)) {
+    match (agent.report_state(now), agent.fresh_connection_count(now)) {
         (ReportState::None | ReportState::Stale, _) => Err("its agent, which does not report".to_owned()),
         (ReportState::Fresh, None) => {
             Err("its agent's first count of connections (those before this version do not count)".to_owned())

@@ -3,22 +3,22 @@
 use std::time::Duration;
 
 use coreward_api::types::DrainStatus;
-use coreward_config::Source;
+use coreward_config::TomlSource;
 use coreward_model::load::CoreReadings;
 use coreward_model::rss::seeded_rng;
-use coreward_wire::{AgentReport, CountedConnections, ReportDetails, v1};
+use coreward_wire::{AgentReport, AgentReportDetails, CountedConnections, v1};
 
-use super::tests::plain_report;
-use super::{Controller, Now, Session};
+use super::tests::build_plain_report;
+use super::{AgentSession, Controller, Now};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::drains::DrainRequest;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::FleetRecords;
 
-fn at(seconds: u64) -> Now {
+fn now_at_seconds(seconds: u64) -> Now {
     let monotonic = Duration::from_secs(seconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record_time: wall }
+    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
 }
 
 const TWO_SERVER_FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[server]]\nname = \"s2\"\naddress \
@@ -28,28 +28,28 @@ const TWO_SERVER_FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\
                      \"10.200.0.1:81\"\n\
                      [[service]]\nname = \"dns\"\nvip = \"10.200.0.1:53\"\nprotocol = \"udp\"\n";
 
-struct Harness {
+struct DrainHarness {
     config: FleetConfig,
     records: FleetRecords,
     controller: Controller,
     report_sequence: u64,
 }
 
-impl Harness {
+impl DrainHarness {
     fn new() -> Self {
-        let config = FleetConfig::parse(&Source::from_text("fleet.toml", TWO_SERVER_FLEET)).unwrap();
+        let config = FleetConfig::parse(&TomlSource::from_text("fleet.toml", TWO_SERVER_FLEET)).unwrap();
         let random_source = &mut seeded_rng(5, 0);
-        let mut records = FleetRecords::generate(at(0).wall, random_source);
-        records.apply_document(&config, at(0).wall, random_source).unwrap();
+        let mut records = FleetRecords::generate(now_at_seconds(0).wall_time, random_source);
+        records.apply_document(&config, now_at_seconds(0).wall_time, random_source).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { config, records, controller, report_sequence: 0 }
     }
 
     fn drain_s1(&mut self, services: &[&str], now: Now) -> u64 {
         let services = (!services.is_empty()).then(|| services.iter().map(|service| (*service).to_owned()).collect());
-        let request = DrainRequest { server_name: "s1".into(), services, force: false };
+        let request = DrainRequest { server_name: "s1".into(), services, may_drain_last_server: false };
         self.controller.check_drain_is_possible(&request, now).unwrap();
-        assert!(self.records.drain(&request, self.records.generation + 1, now.record_time));
+        assert!(self.records.drain_server(&request, self.records.generation + 1, now.record_time));
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
         self.records.generation
@@ -57,21 +57,21 @@ impl Harness {
 
     /// Sends a report of the session's agent. `connection_count` is the count's age in seconds, the configuration
     /// generation at its start, and the number of connections.
-    fn send_report(&mut self, session: &Session, connection_count: Option<(u64, u64, u32)>, now: Now) {
+    fn send_report(&mut self, session: &AgentSession, connection_count: Option<(u64, u64, u32)>, now: Now) {
         self.report_sequence += 1;
         let connections = connection_count.map(|(age, configuration_generation, connections)| CountedConnections {
-            age: Duration::from_secs(age),
+            count_age: Duration::from_secs(age),
             configuration_generation,
             connection_count_by_service: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
         });
         let readings =
             CoreReadings { report_sequence: self.report_sequence, measured_ns: self.report_sequence, busy_ns: vec![0] };
-        let details = Some(ReportDetails { counted_connections: connections, ..ReportDetails::default() });
+        let details = Some(AgentReportDetails { counted_connections: connections, ..AgentReportDetails::default() });
         let report = AgentReport {
             details,
             readings,
             open_connection_count: 11,
-            ..plain_report(self.report_sequence, now, &[0])
+            ..build_plain_report(self.report_sequence, now, &[0])
         };
         self.controller.record_report(session, Ok(report), now).unwrap();
     }
@@ -87,7 +87,7 @@ impl Harness {
 
     /// Returns the open connections of server s1, as `status` and `top` display them.
     fn displayed_open_connections(&self, now: Now) -> [u32; 2] {
-        let (id, server) = self.controller.servers_after(None).find(|(_, server)| server.name == "s1").unwrap();
+        let (id, server) = self.controller.servers_after_id(None).find(|(_, server)| server.name == "s1").unwrap();
         let server_status = self.controller.server_status(id, server, false, now);
         [server_status.open_connections, self.controller.server_loads(id, server, now).open_connections]
     }
@@ -101,63 +101,85 @@ impl Harness {
 
 #[test]
 fn drained_connections_are_counted_after_all_load_balancers_confirmed() {
-    let mut harness = Harness::new();
-    let balancer_sessions = ["lb1", "lb2"].map(|name| harness.controller.register_load_balancer(name, at(10)).unwrap());
-    let session = harness.controller.register_agent("s1", "test", at(10)).unwrap();
+    let mut harness = DrainHarness::new();
+    let balancer_sessions =
+        ["lb1", "lb2"].map(|name| harness.controller.register_load_balancer(name, now_at_seconds(10)).unwrap());
+    let session = harness.controller.register_agent("s1", "test", now_at_seconds(10)).unwrap();
     let generation_before_drain = harness.records.generation;
-    harness.send_report(&session, Some((0, generation_before_drain, 7)), at(10));
+    harness.send_report(&session, Some((0, generation_before_drain, 7)), now_at_seconds(10));
     assert_eq!(
-        (harness.drain_status(at(10)).remaining_connections, harness.drain_status(at(10)).unknown_count_reasons.len()),
+        (
+            harness.drain_status(now_at_seconds(10)).remaining_connections,
+            harness.drain_status(now_at_seconds(10)).unknown_count_reasons.len()
+        ),
         (None, 0),
         "it is not drained"
     );
-    let generation = harness.drain_s1(&["web"], at(10));
-    harness.confirm_configuration(balancer_sessions[0], generation, at(11));
-    harness.confirm_configuration(balancer_sessions[1], generation_before_drain, at(11));
+    let generation = harness.drain_s1(&["web"], now_at_seconds(10));
+    harness.confirm_configuration(balancer_sessions[0], generation, now_at_seconds(11));
+    harness.confirm_configuration(balancer_sessions[1], generation_before_drain, now_at_seconds(11));
     let expected_lb2_reason = "load balancer lb2, which may send new connections still";
-    assert_eq!(harness.drain_wait_reasons(at(11)), [expected_lb2_reason]);
-    harness.send_report(&session, Some((0, generation, 0)), at(11));
-    assert_eq!(harness.drain_wait_reasons(at(11)), [expected_lb2_reason], "nothing remains, as yet");
-    harness.confirm_configuration(balancer_sessions[0], generation, at(12));
-    harness.confirm_configuration(balancer_sessions[1], generation, at(12));
+    assert_eq!(harness.drain_wait_reasons(now_at_seconds(11)), [expected_lb2_reason]);
+    harness.send_report(&session, Some((0, generation, 0)), now_at_seconds(11));
+    assert_eq!(harness.drain_wait_reasons(now_at_seconds(11)), [expected_lb2_reason], "nothing remains, as yet");
+    harness.confirm_configuration(balancer_sessions[0], generation, now_at_seconds(12));
+    harness.confirm_configuration(balancer_sessions[1], generation, now_at_seconds(12));
     let expected_count_reason = "a count that begins now";
-    assert_eq!(harness.drain_wait_reasons(at(12)), [expected_count_reason]);
-    harness.send_report(&session, Some((1, generation, 1)), at(13));
-    assert_eq!(harness.drain_wait_reasons(at(13)), [expected_count_reason], "it began when the last one confirmed");
-    harness.send_report(&session, Some((0, generation_before_drain, 0)), at(13));
-    assert_eq!(harness.drain_wait_reasons(at(13)), [expected_count_reason], "it began before the agent knew");
-    harness.send_report(&session, Some((0, generation, 3)), at(13));
-    assert_eq!(harness.drain_status(at(13)).remaining_connections, Some(3), "of the service in which it is drained");
-    let generation = harness.drain_s1(&[], at(13));
-    balancer_sessions.iter().for_each(|session| harness.confirm_configuration(*session, generation, at(13)));
-    harness.send_report(&session, Some((0, generation, 3)), at(14));
-    let drain_status = harness.drain_status(at(14));
+    assert_eq!(harness.drain_wait_reasons(now_at_seconds(12)), [expected_count_reason]);
+    harness.send_report(&session, Some((1, generation, 1)), now_at_seconds(13));
+    assert_eq!(
+        harness.drain_wait_reasons(now_at_seconds(13)),
+        [expected_count_reason],
+        "it began when the last one confirmed"
+    );
+    harness.send_report(&session, Some((0, generation_before_drain, 0)), now_at_seconds(13));
+    assert_eq!(
+        harness.drain_wait_reasons(now_at_seconds(13)),
+        [expected_count_reason],
+        "it began before the agent knew"
+    );
+    harness.send_report(&session, Some((0, generation, 3)), now_at_seconds(13));
+    assert_eq!(
+        harness.drain_status(now_at_seconds(13)).remaining_connections,
+        Some(3),
+        "of the service in which it is drained"
+    );
+    let generation = harness.drain_s1(&[], now_at_seconds(13));
+    balancer_sessions
+        .iter()
+        .for_each(|session| harness.confirm_configuration(*session, generation, now_at_seconds(13)));
+    harness.send_report(&session, Some((0, generation, 3)), now_at_seconds(14));
+    let drain_status = harness.drain_status(now_at_seconds(14));
     assert_eq!(
         (drain_status.remaining_connections, drain_status.uncounted_services),
         (Some(103), vec!["dns".to_owned()])
     );
-    assert_eq!(harness.displayed_open_connections(at(14)), [103, 103], "connections of services, and no other sockets");
+    assert_eq!(
+        harness.displayed_open_connections(now_at_seconds(14)),
+        [103, 103],
+        "connections of services, and no other sockets"
+    );
 }
 
 #[test]
 fn drain_waits_for_missing_confirmations() {
-    let mut harness = Harness::new();
-    harness.drain_s1(&[], at(10));
+    let mut harness = DrainHarness::new();
+    harness.drain_s1(&[], now_at_seconds(10));
     assert_eq!(
-        harness.drain_wait_reasons(at(10)),
+        harness.drain_wait_reasons(now_at_seconds(10)),
         ["its agent, which does not report", "a load balancer: none is connected"]
     );
-    let balancer_session = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
-    harness.confirm_configuration(balancer_session, harness.records.generation, at(10));
-    assert_eq!(harness.drain_wait_reasons(at(10)), ["its agent, which does not report"]);
-    let session = harness.controller.register_agent("s1", "test", at(10)).unwrap();
-    harness.send_report(&session, None, at(11));
+    let balancer_session = harness.controller.register_load_balancer("lb1", now_at_seconds(10)).unwrap();
+    harness.confirm_configuration(balancer_session, harness.records.generation, now_at_seconds(10));
+    assert_eq!(harness.drain_wait_reasons(now_at_seconds(10)), ["its agent, which does not report"]);
+    let session = harness.controller.register_agent("s1", "test", now_at_seconds(10)).unwrap();
+    harness.send_report(&session, None, now_at_seconds(11));
     let expected_first_count_reason = "its agent's first count of connections (those before this version do not count)";
-    assert_eq!(harness.drain_wait_reasons(at(11)), [expected_first_count_reason]);
+    assert_eq!(harness.drain_wait_reasons(now_at_seconds(11)), [expected_first_count_reason]);
     let generation = harness.records.generation;
-    harness.send_report(&session, Some((0, generation, 0)), at(11));
-    assert_eq!(harness.drain_status(at(11)).remaining_connections, Some(100));
-    let disconnected_names = |now| {
+    harness.send_report(&session, Some((0, generation, 0)), now_at_seconds(11));
+    assert_eq!(harness.drain_status(now_at_seconds(11)).remaining_connections, Some(100));
+    let list_disconnected_names = |now| {
         harness
             .controller
             .acknowledgements(now)
@@ -166,8 +188,11 @@ fn drain_waits_for_missing_confirmations() {
             .map(|peer| peer.name)
             .collect::<Vec<_>>()
     };
-    assert_eq!((disconnected_names(at(11)), disconnected_names(at(80))), (vec![], vec!["lb1".to_owned()]));
+    assert_eq!(
+        (list_disconnected_names(now_at_seconds(11)), list_disconnected_names(now_at_seconds(80))),
+        (vec![], vec!["lb1".to_owned()])
+    );
     // The server's agent is gone, so its count is valid no longer than its report.
-    harness.confirm_configuration(balancer_session, generation, at(80));
-    assert_eq!(harness.drain_wait_reasons(at(80)), ["its agent, which does not report"]);
+    harness.confirm_configuration(balancer_session, generation, now_at_seconds(80));
+    assert_eq!(harness.drain_wait_reasons(now_at_seconds(80)), ["its agent, which does not report"]);
 }

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use coreward_api::types::{ExplainedServer, Explanation};
 use coreward_model::connection_table::TableOwnerNumber;
 use coreward_model::cookie::FleetCookieKeys;
-use coreward_model::forwarding::{Forwarding, gue_source_port};
+use coreward_model::forwarding::{ForwardingMode, gue_source_port};
 use coreward_model::placement::{
-    CandidateCore, PlacementRule, PlacementState, PlacementTable, TableMember, draw_two_below, mix_hash,
+    CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, PlacementTableState, draw_two_below, mix_hash,
 };
-use coreward_model::policy::{Pool, PoolServer, ServerLoads};
+use coreward_model::policy::{PoolServer, ServerLoads, ServerPool};
 use coreward_model::tuple::{FourTuple, MixedAddressFamilies, ServiceAddress};
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, load};
@@ -34,10 +34,10 @@ pub enum ExplainError {
 }
 
 /// Copy of a service's state, so that explanations with thousands of servers do not delay reports.
-pub struct ServiceView {
+pub struct ServiceSnapshot {
     service: FleetService,
     table: Option<Arc<PlacementTable>>,
-    pool: Pool,
+    pool: ServerPool,
     /// Names and VLANs of all servers, because a table may contain a server that has left the pool.
     names_and_vlans: HashMap<ServerId, (String, Vlan)>,
     cookie_keys: FleetCookieKeys,
@@ -48,68 +48,77 @@ pub struct ServiceView {
     owner_names: Vec<(TableOwnerNumber, String)>,
 }
 
-/// Server as copied into a [`ServiceView`].
+/// Server as copied into a [`ServiceSnapshot`].
 #[derive(Debug, Clone)]
-pub struct ViewedServer {
+pub struct SnapshotServer {
     id: ServerId,
-    name: String,
+    server_name: String,
     vlan: Vlan,
     /// Inputs of the policy for this server, or `None` if the server is not in the service.
     pool_server: Option<PoolServer>,
 }
 
 impl Controller {
-    /// Returns a view of the service without servers. Callers obtain each server from [`Controller::viewed_server`].
+    /// Returns a view of the service without servers. Callers obtain each server from [`Controller::snapshot_server`].
     /// Fails if no service has this address.
-    pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, ExplainError> {
+    pub fn service_snapshot(&self, address: ServiceAddress, now: Now) -> Result<ServiceSnapshot, ExplainError> {
         let service = self.services.iter().find(|service| service.configuration().address == address);
-        let service = service
-            .ok_or_else(|| ExplainError::UnknownService { address, known_services: self.known_service_addresses() })?;
+        let service = service.ok_or_else(|| ExplainError::UnknownService {
+            address,
+            known_services: self.describe_known_service_addresses(),
+        })?;
         let owner_and_name =
             |(name, record): (&String, &LoadBalancerRecord)| Some((record.owner_number?, name.clone()));
-        Ok(ServiceView {
+        Ok(ServiceSnapshot {
             service: service.configuration().clone(),
             table: service.newest_table().map(|new_table| new_table.table),
-            pool: self.with_common_inputs(service, Pool::new(Vec::new(), 1), now),
+            pool: self.with_common_inputs(service, ServerPool::new(Vec::new(), 1), now),
             names_and_vlans: HashMap::new(),
             cookie_keys: self.fleet.key_ring.keys,
-            cookie_fraction: self.load_balancers.stamped_packets(&service.configuration().name).cookie_share(),
+            cookie_fraction: self.load_balancers.stamped_packet_counts(&service.configuration().name).cookie_share(),
             owner_names: self.fleet.load_balancer_records.iter().filter_map(owner_and_name).collect(),
         })
     }
 
-    pub fn viewed_server(&self, view: &ServiceView, id: ServerId, server: &FleetServer, now: Now) -> ViewedServer {
+    pub fn snapshot_server(
+        &self,
+        view: &ServiceSnapshot,
+        id: ServerId,
+        server: &FleetServer,
+        now: Now,
+    ) -> SnapshotServer {
         let service = self.positions_by_index.get(&view.service.index).map(|position| &self.services[*position]);
         let service = service.filter(|service| service.configuration().members.contains_key(&id));
         let pool_server = service.map(|service| self.pool_server(service, id, now));
-        ViewedServer { id, name: server.name.clone(), vlan: server.vlan, pool_server }
+        SnapshotServer { id, server_name: server.name.clone(), vlan: server.vlan, pool_server }
     }
 
     #[cfg(test)]
-    pub fn explain(
+    pub fn explain_packet(
         &self,
         address: ServiceAddress,
         client: SocketAddr,
         packet: ExplainedPacket,
         now: Now,
     ) -> Result<Explanation, ExplainError> {
-        let service_view = self.service_view(address, now)?;
-        let servers = self.servers_after(None).map(|(id, server)| self.viewed_server(&service_view, id, server, now));
-        let servers: Vec<ViewedServer> = servers.collect();
-        service_view.with_servers(servers).explain(client, packet)
+        let service_view = self.service_snapshot(address, now)?;
+        let servers =
+            self.servers_after_id(None).map(|(id, server)| self.snapshot_server(&service_view, id, server, now));
+        let servers: Vec<SnapshotServer> = servers.collect();
+        service_view.with_snapshot_servers(servers).explain_packet(client, packet)
     }
 
-    fn known_service_addresses(&self) -> String {
+    fn describe_known_service_addresses(&self) -> String {
         let known_addresses: Vec<String> =
             self.services.iter().map(|service| service.configuration().address.to_string()).collect();
         if known_addresses.is_empty() { "none (there are no services)".to_owned() } else { known_addresses.join(", ") }
     }
 }
 
-impl ServiceView {
-    pub fn with_servers(mut self, servers: Vec<ViewedServer>) -> Self {
+impl ServiceSnapshot {
+    pub fn with_snapshot_servers(mut self, servers: Vec<SnapshotServer>) -> Self {
         let mut pool_servers = Vec::with_capacity(servers.len());
-        for ViewedServer { id, name, vlan, pool_server } in servers {
+        for SnapshotServer { id, server_name: name, vlan, pool_server } in servers {
             self.names_and_vlans.insert(id, (name, vlan));
             pool_servers.extend(pool_server);
         }
@@ -120,7 +129,7 @@ impl ServiceView {
     /// Explains to which server a packet from `client` to the service is sent. A first packet is placed by the newest
     /// table. For other packets, the explanation contains all that the controller can derive. Fails if client and VIP
     /// are of different address families.
-    pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
+    pub fn explain_packet(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
         Ok(self.connection_explainer(client)?.explain_packet(packet))
     }
 
@@ -133,7 +142,7 @@ impl ServiceView {
 }
 
 struct ConnectionExplainer<'a> {
-    service_view: &'a ServiceView,
+    service_view: &'a ServiceSnapshot,
     four_tuple: FourTuple,
 }
 
@@ -172,7 +181,8 @@ impl ConnectionExplainer<'_> {
         let client = self.four_tuple.client();
         let [source, destination] = [client.port(), self.four_tuple.vip().port()].map(u16::to_be_bytes);
         let port_bytes = [source[0], source[1], destination[0], destination[1]];
-        (self.service_view.service.mode.forwarding == Forwarding::Gue).then(|| gue_source_port(client.ip(), port_bytes))
+        (self.service_view.service.mode.forwarding == ForwardingMode::Gue)
+            .then(|| gue_source_port(client.ip(), port_bytes))
     }
 
     fn server_name(&self, id: ServerId) -> &str {
@@ -183,7 +193,7 @@ impl ConnectionExplainer<'_> {
     fn explained_server(&self, server: &PoolServer) -> ExplainedServer {
         let rss_hash = server.rss.as_ref().map(|rss| rss.key.toeplitz_hash(&self.four_tuple.bytes()));
         let core = server.rss.as_ref().zip(rss_hash).map(|(rss, hash)| rss.indirection_table.queue_for_hash(hash));
-        let core_loads = server.loads.as_ref().and_then(ServerLoads::cores);
+        let core_loads = server.loads.as_ref().and_then(ServerLoads::core_loads);
         let load_of_core = |core: u16| core_loads.and_then(|loads| loads.get(usize::from(core))).copied();
         ExplainedServer {
             name: self.server_name(server.id).to_owned(),
@@ -214,7 +224,7 @@ impl ConnectionExplainer<'_> {
     }
 
     fn verdict_by_table(&self, table: &PlacementTable) -> PacketVerdict {
-        let Some(chosen_id) = table.select_server(&mut PlacementState::for_table(table), &self.four_tuple) else {
+        let Some(chosen_id) = table.select_server(&mut PlacementTableState::for_table(table), &self.four_tuple) else {
             return (None, "the table names no server for this bucket".to_owned());
         };
         let bucket_description = self.describe_bucket(table, chosen_id);
@@ -297,9 +307,9 @@ impl ConnectionExplainer<'_> {
         let hash = table.rss_key_by_group.first().map_or(0, |key| key.toeplitz_hash(&self.four_tuple.bytes()));
         let (first_position, second_position) = draw_two_below(mix_hash(hash), table.members.len() as u32);
         let drawn_members = [first_position, second_position].map(|position| table.members[position as usize]);
-        let chosen_server = table.select_server(&mut PlacementState::for_table(table), &self.four_tuple);
+        let chosen_server = table.select_server(&mut PlacementTableState::for_table(table), &self.four_tuple);
         let load_description = if self.service_view.service.policy == "pow2" { "mean load" } else { "compared" };
-        let describe_member = |member: TableMember| {
+        let describe_member = |member: PlacementTableMember| {
             format!(
                 "{} ({load_description} {:.3})",
                 self.server_name(member.server),
@@ -331,7 +341,7 @@ impl ConnectionExplainer<'_> {
 
     /// Returns a text like "bucket 17 of 128". The bucket depends on the key of the chosen server's RSS group.
     fn describe_bucket(&self, table: &PlacementTable, chosen_id: ServerId) -> String {
-        let group_key = self.rss_key_of(chosen_id).filter(|key| table.rss_key_by_group.contains(key));
+        let group_key = self.rss_key_of_server(chosen_id).filter(|key| table.rss_key_by_group.contains(key));
         let (key, hash_suffix) = match group_key {
             Some(key) => (key, ""),
             None => (&table.rss_key_by_group[0], " by a hash that only load balancers use"),
@@ -340,21 +350,21 @@ impl ConnectionExplainer<'_> {
         format!("bucket {bucket} of {}{hash_suffix}", table.bucket_count.get())
     }
 
-    fn rss_key_of(&self, id: ServerId) -> Option<&coreward_model::rss::RssKey> {
+    fn rss_key_of_server(&self, id: ServerId) -> Option<&coreward_model::rss::RssKey> {
         let server = self.service_view.pool.servers().iter().find(|server| server.id == id)?;
         server.rss.as_ref().map(|rss| &rss.key)
     }
 
     /// Returns whether the candidate is a single core and not a whole server.
     fn is_single_core(&self, table: &PlacementTable, candidate: CandidateCore) -> bool {
-        self.rss_key_of(candidate.server).is_some_and(|key| table.rss_key_by_group.contains(key))
+        self.rss_key_of_server(candidate.server).is_some_and(|key| table.rss_key_by_group.contains(key))
     }
 
     fn describe_core(&self, table: &PlacementTable, candidate: CandidateCore) -> String {
         let load = load_fraction(candidate.fixed_point_load);
         if !self.is_single_core(table, candidate) {
             let unknown_rss_note =
-                if self.rss_key_of(candidate.server).is_none() { ", whose RSS is unknown," } else { "" };
+                if self.rss_key_of_server(candidate.server).is_none() { ", whose RSS is unknown," } else { "" };
             return format!("the whole server{unknown_rss_note} with load {load:.3} in the table");
         }
         format!("core {} with load {load:.3} in the table", table.core_slots[usize::from(candidate.core_slot)].core)

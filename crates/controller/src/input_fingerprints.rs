@@ -8,22 +8,22 @@ use coreward_model::ServerId;
 
 /// Number of server ids in a shard. Polling a shard takes about a millisecond. A service of ten thousand servers has
 /// five shards, of which one is polled per report interval.
-const SHARD_SIZE: u64 = 2048;
+const SERVER_IDS_PER_SHARD: u64 = 2048;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Shard(u64);
+pub struct ServerShard(u64);
 
-impl Shard {
-    fn of(id: ServerId) -> Self {
-        Self(u64::from(id.get()) / SHARD_SIZE)
+impl ServerShard {
+    fn containing(id: ServerId) -> Self {
+        Self(u64::from(id.get()) / SERVER_IDS_PER_SHARD)
     }
 
-    fn id_range(self) -> Range<u64> {
-        self.0 * SHARD_SIZE..(self.0 + 1) * SHARD_SIZE
+    fn server_id_range(self) -> Range<u64> {
+        self.0 * SERVER_IDS_PER_SHARD..(self.0 + 1) * SERVER_IDS_PER_SHARD
     }
 
     pub fn members_in_shard<T>(self, members: &BTreeMap<ServerId, T>) -> impl Iterator<Item = ServerId> {
-        let id_range = self.id_range();
+        let id_range = self.server_id_range();
         let first_id = ServerId::try_from(id_range.start).expect("a shard begins with the id of a server");
         members.range(first_id..).map(|(id, _)| *id).take_while(move |id| id_range.contains(&u64::from(id.get())))
     }
@@ -32,32 +32,36 @@ impl Shard {
 /// Fingerprints (hashes) of the inputs of a service's tables: one of each shard of its servers, and one of the service
 /// itself.
 #[derive(Debug, Default)]
-pub struct InputFingerprints {
+pub struct TableInputFingerprints {
     service_fingerprint: Option<u64>,
-    fingerprints_by_shard: BTreeMap<Shard, u64>,
-    last_polled_shard: Option<Shard>,
+    fingerprints_by_shard: BTreeMap<ServerShard, u64>,
+    last_polled_shard: Option<ServerShard>,
 }
 
-impl InputFingerprints {
+impl TableInputFingerprints {
     /// Returns the shards to poll: the next shard, or all shards in the first call or if `is_full_poll` is set.
-    pub fn next_shards<T>(&mut self, members: &BTreeMap<ServerId, T>, is_full_poll: bool) -> Vec<Shard> {
+    pub fn next_shards_to_poll<T>(&mut self, members: &BTreeMap<ServerId, T>, is_full_poll: bool) -> Vec<ServerShard> {
         let first_shard_from = |lowest_number: u64| {
             let first_id = ServerId::try_from(lowest_number).ok()?;
-            members.range(first_id..).next().map(|(id, _)| Shard::of(*id))
+            members.range(first_id..).next().map(|(id, _)| ServerShard::containing(*id))
         };
         if is_full_poll || self.service_fingerprint.is_none() {
-            return std::iter::successors(first_shard_from(0), |shard| first_shard_from(shard.id_range().end))
+            return std::iter::successors(first_shard_from(0), |shard| first_shard_from(shard.server_id_range().end))
                 .collect();
         }
         self.last_polled_shard = self
             .last_polled_shard
-            .and_then(|last_shard| first_shard_from(last_shard.id_range().end))
+            .and_then(|last_shard| first_shard_from(last_shard.server_id_range().end))
             .or_else(|| first_shard_from(0));
         self.last_polled_shard.into_iter().collect()
     }
 
     /// Stores new fingerprints. Returns whether any fingerprint differs from the previous one.
-    pub fn update(&mut self, service_fingerprint: u64, fingerprints_by_shard: &[(Shard, u64)]) -> bool {
+    pub fn store_and_compare(
+        &mut self,
+        service_fingerprint: u64,
+        fingerprints_by_shard: &[(ServerShard, u64)],
+    ) -> bool {
         let mut has_changed = self.service_fingerprint.replace(service_fingerprint) != Some(service_fingerprint);
         for (shard, fingerprint) in fingerprints_by_shard {
             has_changed |= self.fingerprints_by_shard.insert(*shard, *fingerprint) != Some(*fingerprint);
@@ -77,10 +81,11 @@ mod tests {
     #[test]
     fn first_poll_returns_all_shards_and_later_polls_one_each() {
         let members = members_with_ids(&[3, 2047, 9_000, 16_383]);
-        let mut fingerprints = InputFingerprints::default();
-        let first_polled_shards = fingerprints.next_shards(&members, false);
-        assert_eq!(first_polled_shards, [Shard(0), Shard(4), Shard(7)]);
-        let member_ids_of = |shard: Shard| shard.members_in_shard(&members).map(|id| id.get()).collect::<Vec<_>>();
+        let mut fingerprints = TableInputFingerprints::default();
+        let first_polled_shards = fingerprints.next_shards_to_poll(&members, false);
+        assert_eq!(first_polled_shards, [ServerShard(0), ServerShard(4), ServerShard(7)]);
+        let member_ids_of =
+            |shard: ServerShard| shard.members_in_shard(&members).map(|id| id.get()).collect::<Vec<_>>();
         assert_eq!(
             [
                 member_ids_of(first_polled_shards[0]),
@@ -89,23 +94,23 @@ mod tests {
             ],
             [vec![3, 2047], vec![9_000], vec![16_383]]
         );
-        assert!(fingerprints.update(1, &[(Shard(0), 5), (Shard(4), 6), (Shard(7), 7)]));
-        let mut next_polled_shards = || fingerprints.next_shards(&members, false);
+        assert!(fingerprints.store_and_compare(1, &[(ServerShard(0), 5), (ServerShard(4), 6), (ServerShard(7), 7)]));
+        let mut next_polled_shards = || fingerprints.next_shards_to_poll(&members, false);
         assert_eq!(
             [next_polled_shards(), next_polled_shards(), next_polled_shards(), next_polled_shards()],
-            [[Shard(0)], [Shard(4)], [Shard(7)], [Shard(0)]]
+            [[ServerShard(0)], [ServerShard(4)], [ServerShard(7)], [ServerShard(0)]]
         );
-        assert_eq!(fingerprints.next_shards(&members, true), first_polled_shards);
-        assert!(!fingerprints.update(1, &[(Shard(4), 6)]));
-        assert!(fingerprints.update(1, &[(Shard(4), 8)]));
-        assert!(fingerprints.update(2, &[(Shard(4), 8)]));
+        assert_eq!(fingerprints.next_shards_to_poll(&members, true), first_polled_shards);
+        assert!(!fingerprints.store_and_compare(1, &[(ServerShard(4), 6)]));
+        assert!(fingerprints.store_and_compare(1, &[(ServerShard(4), 8)]));
+        assert!(fingerprints.store_and_compare(2, &[(ServerShard(4), 8)]));
     }
 
     #[test]
     fn service_without_servers_has_no_shard() {
-        let mut fingerprints = InputFingerprints::default();
-        assert_eq!(fingerprints.next_shards(&members_with_ids(&[]), true), []);
-        assert!(fingerprints.update(1, &[]));
-        assert_eq!(fingerprints.next_shards(&members_with_ids(&[]), false), []);
+        let mut fingerprints = TableInputFingerprints::default();
+        assert_eq!(fingerprints.next_shards_to_poll(&members_with_ids(&[]), true), []);
+        assert!(fingerprints.store_and_compare(1, &[]));
+        assert_eq!(fingerprints.next_shards_to_poll(&members_with_ids(&[]), false), []);
     }
 }

@@ -69,63 +69,64 @@ use coreward_model::bucket_history::BucketHistory;
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, policy};
 use coreward_wire::{
-    AgentConfiguration, AgentReport, FleetConfiguration, ReportError, ReportedRss, ServiceIndex, TrafficMessage, v1,
+    AgentConfiguration, AgentReport, AgentReportError, FleetConfiguration, ReportedRss, ServiceIndex,
+    TrafficCountsMessage, v1,
 };
 
-use agent::{Agent, LiveSession};
-use agents::Agents;
+use agent::{Agent, LiveAgentSession};
+use agents::FleetAgents;
 use coreward_fleet::fleet::{Fleet, FleetService};
-use health::HealthState;
+use health::ServerHealthState;
 use load_balancers::LoadBalancers;
 use racks::{RackRelay, Racks};
-use rejection::Rejection;
-use rss_keys::RssKeys;
-use service::{PreviousService, Service, TableTrigger};
-use share_limiter::ShareLimiter;
+use rejection::MessageRejection;
+use rss_keys::InternedRssKeys;
+use service::{ReplacedService, Service, TableTrigger};
+use share_limiter::ConnectionShareLimiter;
 use table_acks::TableAcks;
 
 /// Present time on three clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Now {
     /// Time since the controller's start, on a clock that never goes back.
-    pub monotonic: Duration,
+    pub monotonic_time: Duration,
     /// Wall-clock time since 1970, which may jump.
-    pub wall: Duration,
+    pub wall_time: Duration,
     /// Time since 1970 by the clock of the records ([`coreward_fleet::clock`]), which never goes back.
     pub record_time: Duration,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Session {
+pub struct AgentSession {
     server: Arc<str>,
-    number: u64,
+    session_number: u64,
     relay: Option<RackRelay>,
 }
 
-impl Session {
-    pub fn server(&self) -> &str {
+impl AgentSession {
+    pub fn server_name(&self) -> &str {
         &self.server
     }
 
-    pub fn number(&self) -> u64 {
-        self.number
+    pub fn session_number(&self) -> u64 {
+        self.session_number
     }
 }
 
 /// New placement table of a service, to be sent to the load balancers.
 #[derive(Debug, Clone)]
-pub struct NewTable {
+pub struct NewPlacementTable {
     pub service_index: ServiceIndex,
     pub table: Arc<PlacementTable>,
 }
 
-pub struct ServiceIndexes {
+pub struct ServicePositions {
     positions_by_index: HashMap<ServiceIndex, usize>,
     positions_by_server: HashMap<ServerId, Vec<usize>>,
     services: Vec<FleetService>,
 }
 
-impl ServiceIndexes {
+impl ServicePositions {
     pub fn for_fleet(fleet: &Fleet) -> Self {
         let positions_by_index = fleet.services.iter().enumerate().map(|(position, service)| (service.index, position));
         let mut positions_by_server: HashMap<ServerId, Vec<usize>> = HashMap::new();
@@ -142,17 +143,17 @@ pub struct RetiredConfiguration {
     _fleet: Fleet,
     _services: HashMap<ServiceIndex, Service>,
     _positions_by_server: HashMap<ServerId, Vec<usize>>,
-    _replaced_services: Vec<PreviousService>,
+    _replaced_services: Vec<ReplacedService>,
 }
 
 /// Controller of one fleet, which receives loads of servers and computes placement tables from them.
 pub struct Controller {
     fleet: Fleet,
-    agents: Agents,
-    rss_keys: RssKeys,
+    agents: FleetAgents,
+    rss_keys: InternedRssKeys,
     services: Vec<Service>,
     pub load_balancers: LoadBalancers,
-    health: HealthState,
+    health: ServerHealthState,
     racks: Racks,
     accepted_report_count: u64,
     rejection_counts: BTreeMap<&'static str, u64>,
@@ -164,27 +165,27 @@ pub struct Controller {
     positions_by_server: HashMap<ServerId, Vec<usize>>,
     due_services: VecDeque<ServiceIndex>,
     pub table_acks: TableAcks,
-    share_limiter: ShareLimiter,
+    share_limiter: ConnectionShareLimiter,
 }
 
 impl Controller {
     pub fn new(fleet: Fleet) -> Self {
         let mut controller = Self {
             services: Vec::new(),
-            agents: Agents::default(),
-            rss_keys: RssKeys::default(),
+            agents: FleetAgents::default(),
+            rss_keys: InternedRssKeys::default(),
             load_balancers: LoadBalancers::default(),
-            health: HealthState::default(),
+            health: ServerHealthState::default(),
             racks: Racks::default(),
             accepted_report_count: 0,
-            rejection_counts: Rejection::COUNTER_NAMES.into_iter().map(|reason| (reason, 0)).collect(),
+            rejection_counts: MessageRejection::COUNTER_NAMES.into_iter().map(|reason| (reason, 0)).collect(),
             clock_ahead_report_count: 0,
             last_session_number: 0,
             positions_by_index: HashMap::new(),
             positions_by_server: HashMap::new(),
             due_services: VecDeque::new(),
             table_acks: TableAcks::default(),
-            share_limiter: ShareLimiter::default(),
+            share_limiter: ConnectionShareLimiter::default(),
             fleet: fleet.clone(),
         };
         controller.configure(fleet);
@@ -197,25 +198,25 @@ impl Controller {
 
     /// Activates a new configuration. Servers that are in both configurations keep their state.
     pub fn configure(&mut self, fleet: Fleet) {
-        let service_indexes = ServiceIndexes::for_fleet(&fleet);
+        let service_indexes = ServicePositions::for_fleet(&fleet);
         drop(self.configure_with_indexes(fleet, service_indexes));
     }
 
     /// Activates a configuration whose `indexes` are already computed. Returns the previous configuration, which can be
     /// dropped later.
-    pub fn configure_with_indexes(&mut self, fleet: Fleet, indexes: ServiceIndexes) -> RetiredConfiguration {
+    pub fn configure_with_indexes(&mut self, fleet: Fleet, indexes: ServicePositions) -> RetiredConfiguration {
         self.agents.retain_fleet_agents(&fleet);
         self.load_balancers.set_known_names(fleet.load_balancer_records.keys());
         let old_services = std::mem::take(&mut self.services);
         let mut old_services_by_index: HashMap<ServiceIndex, Service> =
             old_services.into_iter().map(|service| (service.configuration().index, service)).collect();
-        let ServiceIndexes { positions_by_index: positions, positions_by_server, services } = indexes;
+        let ServicePositions { positions_by_index: positions, positions_by_server, services } = indexes;
         let mut replaced_services = Vec::new();
         self.services = services
             .into_iter()
             .map(|new_service| match old_services_by_index.remove(&new_service.index) {
                 Some(service) if service.is_same_service(&new_service) => {
-                    let (service, previous_service) = service.with_configuration(new_service);
+                    let (service, previous_service) = service.with_new_configuration(new_service);
                     replaced_services.push(previous_service);
                     service
                 }
@@ -239,18 +240,19 @@ impl Controller {
     }
 
     /// Registers an agent for its server and returns its session. Fails if the server is unknown or has a live agent.
-    pub fn register_agent(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
+    pub fn register_agent(&mut self, server: &str, version: &str, now: Now) -> Result<AgentSession, MessageRejection> {
         self.register_agent_with_relay(server, version, None, now)
     }
 
-    /// Registers an agent like [`Controller::register`]. If `relay` is given, the agent is connected through a rack.
+    /// Registers an agent like [`Controller::register_agent`]. If `relay` is given, the agent is connected through a
+    /// rack.
     pub fn register_agent_with_relay(
         &mut self,
         server: &str,
         version: &str,
         relay: Option<RackRelay>,
         now: Now,
-    ) -> Result<Session, Rejection> {
+    ) -> Result<AgentSession, MessageRejection> {
         let registration = self.try_register_agent(server, version, relay, now);
         self.count_rejection(registration)
     }
@@ -261,33 +263,33 @@ impl Controller {
         version: &str,
         relay: Option<RackRelay>,
         now: Now,
-    ) -> Result<Session, Rejection> {
-        let id = self.fleet.server_id(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
+    ) -> Result<AgentSession, MessageRejection> {
+        let id = self.fleet.server_id(server).ok_or_else(|| MessageRejection::UnknownServer(server.to_owned()))?;
         self.require_allowed_relay(id, relay.as_ref())?;
         let agent = self.agents.get_or_insert(server, id);
         if !agent.take_registration_token(now) {
-            return Err(Rejection::TooManyRegistrations(server.to_owned()));
+            return Err(MessageRejection::TooManyRegistrations(server.to_owned()));
         }
         if let Some(live_session) = &agent.session {
-            let since_last_message = now.monotonic.saturating_sub(live_session.last_message_at);
+            let since_last_message = now.monotonic_time.saturating_sub(live_session.last_message_at);
             if since_last_message <= live_session.time_to_live {
-                return Err(Rejection::DuplicateSession { server: server.to_owned(), since_last_message });
+                return Err(MessageRejection::DuplicateSession { server: server.to_owned(), since_last_message });
             }
         }
         self.last_session_number += 1;
         if let Some(rack) = agent.session.as_ref().and_then(|replaced_session| replaced_session.rack_name.as_deref()) {
             self.racks.on_agent_replaced(rack);
         }
-        agent.begin_session(LiveSession {
-            number: self.last_session_number,
-            last_message_at: now.monotonic,
+        agent.begin_session(LiveAgentSession {
+            session_number: self.last_session_number,
+            last_message_at: now.monotonic_time,
             // The agent's first report sets its time to live. Until then it is three report intervals.
             time_to_live: 3 * self.fleet.report_interval,
-            version: version.to_owned(),
+            agent_version: version.to_owned(),
             rack_name: relay.as_ref().map(|relay| relay.rack_name.clone()),
         });
         self.on_load_source_changed(id);
-        let session = Session { server: server.into(), number: self.last_session_number, relay };
+        let session = AgentSession { server: server.into(), session_number: self.last_session_number, relay };
         if let Some(relay) = &session.relay {
             self.racks.begin_agent_session(relay, &session);
         }
@@ -296,11 +298,11 @@ impl Controller {
 
     /// Returns the configuration for the session's agent. Fails if the server has left the fleet, or if the agent may
     /// no longer use its rack.
-    pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
-        let unknown_server = || Rejection::UnknownServer(session.server().to_owned());
-        let id = self.fleet.server_id(session.server()).ok_or_else(unknown_server)?;
+    pub fn agent_configuration(&self, session: &AgentSession) -> Result<AgentConfiguration, MessageRejection> {
+        let build_unknown_server_rejection = || MessageRejection::UnknownServer(session.server_name().to_owned());
+        let id = self.fleet.server_id(session.server_name()).ok_or_else(build_unknown_server_rejection)?;
         self.require_allowed_relay(id, session.relay.as_ref())?;
-        let predecessors = self.services.iter().filter_map(|service| service.predecessors(id));
+        let predecessors = self.services.iter().filter_map(|service| service.predecessor_servers(id));
         Ok(self.fleet.agent_configuration(
             id,
             &predecessors.flatten().copied().filter(|predecessor| *predecessor != id).collect(),
@@ -312,23 +314,23 @@ impl Controller {
         self.fleet.load_balancer_configuration(|name| self.load_balancers.is_alive(name, now))
     }
 
-    pub fn live_load_balancers(&self, now: Now) -> BTreeSet<String> {
+    pub fn live_load_balancer_names(&self, now: Now) -> BTreeSet<String> {
         let live_balancers = self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now));
         live_balancers.map(|(name, _)| name.clone()).collect()
     }
 
     /// Registers a load balancer and returns its session. Fails if a load balancer with this name is alive.
-    pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
+    pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, MessageRejection> {
         let is_allowed =
             self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed_names| allowed_names.contains(name));
         let registration = match is_allowed {
-            true => self.load_balancers.register(name, now),
-            false => Err(Rejection::UnknownLoadBalancer(name.to_owned())),
+            true => self.load_balancers.register_session(name, now),
+            false => Err(MessageRejection::UnknownLoadBalancer(name.to_owned())),
         };
         self.count_rejection(registration)
     }
 
-    pub fn record_load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
+    pub fn record_load_balancer_traffic(&mut self, session: u64, message: &TrafficCountsMessage, now: Now) {
         let opened_connections = self.load_balancers.record_traffic(session, message, self.fleet.load_ewma_alpha, now);
         self.share_limiter.add_opened_connections(&opened_connections);
         self.on_traffic_changed(now);
@@ -349,8 +351,8 @@ impl Controller {
         }
     }
 
-    pub fn agent_session(&self, id: ServerId) -> Option<u64> {
-        Some(self.agent(id)?.session.as_ref()?.number)
+    pub fn live_agent_session_number(&self, id: ServerId) -> Option<u64> {
+        Some(self.agent(id)?.session.as_ref()?.session_number)
     }
 
     /// Returns the bucket histories that have changed since the last call, with their services' names. The caller
@@ -367,10 +369,10 @@ impl Controller {
     /// Records an agent's report, or its parse error. A rejected report is counted and has no other effect.
     pub fn record_report(
         &mut self,
-        session: &Session,
-        report: Result<AgentReport, ReportError>,
+        session: &AgentSession,
+        report: Result<AgentReport, AgentReportError>,
         now: Now,
-    ) -> Result<(), Rejection> {
+    ) -> Result<(), MessageRejection> {
         let report_result = self.try_record_report(session, report, now);
         if report_result.is_ok() {
             self.accepted_report_count += 1;
@@ -380,20 +382,20 @@ impl Controller {
 
     fn try_record_report(
         &mut self,
-        session: &Session,
-        mut report: Result<AgentReport, ReportError>,
+        session: &AgentSession,
+        mut report: Result<AgentReport, AgentReportError>,
         now: Now,
-    ) -> Result<(), Rejection> {
-        let server_name = session.server();
+    ) -> Result<(), MessageRejection> {
+        let server_name = session.server_name();
         let agent = self
             .agents
             .find_by_name_mut(server_name)
-            .ok_or_else(|| Rejection::UnknownServer(server_name.to_owned()))?;
-        if agent.session.as_ref().is_none_or(|live_session| live_session.number != session.number) {
-            return Err(Rejection::Superseded(server_name.to_owned()));
+            .ok_or_else(|| MessageRejection::UnknownServer(server_name.to_owned()))?;
+        if agent.session.as_ref().is_none_or(|live_session| live_session.session_number != session.session_number) {
+            return Err(MessageRejection::Superseded(server_name.to_owned()));
         }
         if !agent.take_report_token(self.fleet.report_interval, now) {
-            return Err(Rejection::TooManyReports(server_name.to_owned()));
+            return Err(MessageRejection::TooManyReports(server_name.to_owned()));
         }
         if let Ok(AgentReport { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
             rss.key = self.rss_keys.intern(rss.key.clone());
@@ -403,46 +405,46 @@ impl Controller {
         self.clock_ahead_report_count += u64::from(agent.clock_lead.is_some());
         if let Some(id) = self.fleet.server_id(server_name) {
             agent.traffic_at_report = self.load_balancers.traffic_totals(id);
-            self.on_load_changed(id, TableTrigger { received_at: now.monotonic, is_load_change: true, sent_at });
+            self.on_load_changed(id, TableTrigger { received_at: now.monotonic_time, is_load_change: true, sent_at });
         }
         Ok(())
     }
 
     /// Returns the time until the session's next message may be read, or zero if it may be read at once. It is
     /// always zero for agents behind racks, whose messages the racks delay.
-    pub fn time_until_next_message(&mut self, session: &Session, now: Now) -> Duration {
+    pub fn time_until_next_message(&mut self, session: &AgentSession, now: Now) -> Duration {
         if session.relay.is_some() {
             return Duration::ZERO;
         }
         let report_interval = self.fleet.report_interval;
-        let agent = self.agents.find_by_name_mut(session.server());
+        let agent = self.agents.find_by_name_mut(session.server_name());
         agent.map_or(Duration::ZERO, |agent| agent.time_until_next_report(report_interval, now))
     }
 
     /// Counts a message that the controller did not read at once, because the agent exceeded its rate limit.
-    pub fn count_delayed_message(&mut self, session: &Session) {
-        let _ = self.count_rejection::<()>(Err(Rejection::TooManyReports(session.server().to_owned())));
+    pub fn count_delayed_message(&mut self, session: &AgentSession) {
+        let _ = self.count_rejection::<()>(Err(MessageRejection::TooManyReports(session.server_name().to_owned())));
     }
 
     /// Counts an unsolicited message towards the rate limit of reports.
-    pub fn count_unsolicited_message(&mut self, session: &Session, now: Now) {
+    pub fn count_unsolicited_message(&mut self, session: &AgentSession, now: Now) {
         let report_interval = self.fleet.report_interval;
-        if let Some(agent) = self.agents.find_by_name_mut(session.server()) {
+        if let Some(agent) = self.agents.find_by_name_mut(session.server_name()) {
             agent.take_report_token(report_interval, now);
         }
     }
 
-    fn count_rejection<T>(&mut self, outcome: Result<T, Rejection>) -> Result<T, Rejection> {
+    fn count_rejection<T>(&mut self, outcome: Result<T, MessageRejection>) -> Result<T, MessageRejection> {
         outcome.inspect_err(|rejection| *self.rejection_counts.entry(rejection.counter_name()).or_default() += 1)
     }
 
     /// Ends the session. The loads of its server remain valid until the last report expires.
-    pub fn end_session(&mut self, session: &Session) {
-        if let Some(agent) = self.agents.find_by_name_mut(session.server())
-            && agent.session.as_ref().is_some_and(|live_session| live_session.number == session.number)
+    pub fn end_session(&mut self, session: &AgentSession) {
+        if let Some(agent) = self.agents.find_by_name_mut(session.server_name())
+            && agent.session.as_ref().is_some_and(|live_session| live_session.session_number == session.session_number)
         {
             agent.session = None;
-            if let Some(id) = self.fleet.server_id(session.server()) {
+            if let Some(id) = self.fleet.server_id(session.server_name()) {
                 self.on_load_source_changed(id);
             }
         }
@@ -455,9 +457,9 @@ impl Controller {
     pub fn are_all_loads_known(&self, now: Now) -> bool {
         let relayed_servers = self.racks.summarized_servers(now);
         let is_load_known = |id: ServerId| {
-            relayed_servers.contains(&id) || self.agent(id).is_some_and(|agent| agent.loads(now).is_some())
+            relayed_servers.contains(&id) || self.agent(id).is_some_and(|agent| agent.fresh_core_loads(now).is_some())
         };
-        let is_eligible = |service: &FleetService, id: ServerId| self.fleet.is_eligible(service, id);
+        let is_eligible = |service: &FleetService, id: ServerId| self.fleet.is_server_eligible(service, id);
         self.services
             .iter()
             .map(Service::configuration)
@@ -472,10 +474,10 @@ impl Controller {
     }
 
     /// Computes all services' tables at the end of a report interval, and resets the counts of assigned connections.
-    pub fn end_report_interval(&mut self, now: Now) -> Vec<NewTable> {
+    pub fn end_report_interval(&mut self, now: Now) -> Vec<NewPlacementTable> {
         self.due_services.clear();
-        self.racks.change_count += 1;
-        self.update_health(now);
+        self.racks.shared_change_count += 1;
+        self.update_health_verdicts(now);
         self.update_share_limiter(now);
         for position in 0..self.services.len() {
             self.begin_report_interval(position);
@@ -485,7 +487,7 @@ impl Controller {
         (0..self.services.len()).map(|position| self.make_table(position, now)).collect()
     }
 
-    fn update_health(&mut self, now: Now) {
+    fn update_health_verdicts(&mut self, now: Now) {
         let mut health_state = std::mem::take(&mut self.health);
         health_state.update_verdicts(&self.fleet, &self.load_balancers, now, |id| {
             self.agent(id).is_some_and(|agent| agent.has_fresh_report(now))
@@ -511,5 +513,6 @@ impl Controller {
 }
 
 fn create_policy(service: &FleetService) -> Box<dyn policy::Policy> {
-    policy::policy_by_name(service.policy, service.hash_seed).expect("the configuration takes only policies that exist")
+    policy::create_policy_by_name(service.policy, service.hash_seed)
+        .expect("the configuration takes only policies that exist")
 }

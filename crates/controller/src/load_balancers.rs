@@ -9,19 +9,19 @@ use coreward_model::health::HealthVerdict;
 use coreward_model::load::SmoothingWeight;
 use coreward_model::policy::TrafficRates;
 use coreward_wire::sanitize::{sanitize_load_balancer_state, sanitize_str};
-use coreward_wire::{HealthMessage, LOAD_BALANCER_TIMEOUT, ServerCheckResult, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{HealthMessage, LOAD_BALANCER_TIMEOUT, ServerCheckResult, ServiceIndex, TrafficCountsMessage, v1};
 
 use super::Now;
-use super::rejection::{MAX_LOAD_BALANCERS, REGISTRATION_QUOTA, Rejection};
+use super::rejection::{MAX_LOAD_BALANCERS, MessageRejection, REGISTRATION_QUOTA};
 use super::token_bucket::TokenBucket;
-use super::traffic::{OpenedConnections, Traffic, TrafficTotals};
+use super::traffic::{LoadBalancerTraffic, OpenedConnectionCounts, TrafficTotalsByBalancer};
 use coreward_fleet::fleet::Fleet;
 
-pub type HealthTarget = (ServiceIndex, ServerId);
+pub type HealthCheckTarget = (ServiceIndex, ServerId);
 
 /// Time after which a server that no load balancer can reach gets no new connections. During shorter interruptions, the
 /// data plane sends first packets to other servers.
-pub const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(3);
+pub const SERVER_UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Time after the controller's start during which missing load balancers and agents do not count as lost, because they
 /// retry at least every two seconds.
@@ -37,7 +37,7 @@ pub struct LoadBalancers {
 #[derive(Debug, Default)]
 pub struct LoadBalancer {
     /// Session of the load balancer while it is connected.
-    session: Option<LiveSession>,
+    session: Option<LiveLoadBalancerSession>,
     /// Time at which the newest session ended, since the controller's start.
     session_ended_at: Duration,
     /// Last state that the load balancer reported, and the time of its arrival, since the controller's start.
@@ -49,35 +49,35 @@ pub struct LoadBalancer {
     pub confirmed_at: Duration,
     /// Configuration that was active at the load balancer when its session began, or `None` if the store's was not
     /// older.
-    newer_configuration: Option<NewerConfiguration>,
+    newer_configuration: Option<NewerThanStoreConfiguration>,
     /// Time from which on each unreachable server's MAC address has been unknown, by server name.
     unresolved_since: HashMap<String, Duration>,
-    traffic: Traffic,
-    reported_health: ReportedHealth,
+    traffic: LoadBalancerTraffic,
+    reported_health: ReportedServerHealth,
     registration_bucket: Option<TokenBucket>,
 }
 
 /// Configuration of a load balancer that is newer than the configuration in the controller's store.
 #[derive(Debug, Clone, Copy)]
-struct NewerConfiguration {
+struct NewerThanStoreConfiguration {
     generation: u64,
     /// Generation of the fleet document in the store when the load balancer's session began.
     document_generation: u64,
 }
 
 #[derive(Debug, Default)]
-struct ReportedHealth {
-    check_results: BTreeMap<HealthTarget, ServerCheckResult>,
-    verdicts: BTreeMap<HealthTarget, HealthVerdict>,
+struct ReportedServerHealth {
+    check_results: BTreeMap<HealthCheckTarget, ServerCheckResult>,
+    verdicts: BTreeMap<HealthCheckTarget, HealthVerdict>,
     /// Time at which the last message with health check results arrived, since the controller's start.
     received_at: Duration,
     verdict_version: u64,
-    has_reported: bool,
+    has_reported_results: bool,
 }
 
 #[derive(Debug)]
-struct LiveSession {
-    number: u64,
+struct LiveLoadBalancerSession {
+    session_number: u64,
     /// Time of the load balancer's last message, since the controller's start.
     last_message_at: Duration,
 }
@@ -93,29 +93,32 @@ impl LoadBalancers {
     }
 
     /// Registers a load balancer and returns its session. Fails if a load balancer with this name is alive.
-    pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
+    pub fn register_session(&mut self, name: &str, now: Now) -> Result<u64, MessageRejection> {
         if self.by_name.len() >= MAX_LOAD_BALANCERS && !self.by_name.contains_key(name) {
-            return Err(Rejection::TooManyLoadBalancers(sanitize_str(name)));
+            return Err(MessageRejection::TooManyLoadBalancers(sanitize_str(name)));
         }
         let balancer = self.by_name.entry(name.to_owned()).or_default();
         if !balancer
             .registration_bucket
-            .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic))
-            .try_take(REGISTRATION_QUOTA, now.monotonic)
+            .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic_time))
+            .try_take(REGISTRATION_QUOTA, now.monotonic_time)
         {
-            return Err(Rejection::TooManyRegistrations(name.to_owned()));
+            return Err(MessageRejection::TooManyRegistrations(name.to_owned()));
         }
         if let Some(live_session) = &balancer.session {
-            let since_last_message = now.monotonic.saturating_sub(live_session.last_message_at);
+            let since_last_message = now.monotonic_time.saturating_sub(live_session.last_message_at);
             if since_last_message <= LOAD_BALANCER_TIMEOUT {
-                return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), since_last_message });
+                return Err(MessageRejection::DuplicateLoadBalancer { name: name.to_owned(), since_last_message });
             }
         }
         self.last_session_number += 1;
-        balancer.session = Some(LiveSession { number: self.last_session_number, last_message_at: now.monotonic });
+        balancer.session = Some(LiveLoadBalancerSession {
+            session_number: self.last_session_number,
+            last_message_at: now.monotonic_time,
+        });
         balancer.reported_state = None;
         balancer.unresolved_since.clear();
-        balancer.reported_health.record_results(HealthMessage::default(), now);
+        balancer.reported_health.record_health_check_results(HealthMessage::default(), now);
         Ok(self.last_session_number)
     }
 
@@ -125,13 +128,13 @@ impl LoadBalancers {
         let (name, balancer) = self.by_name.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
         let is_ahead_of_store = generation > fleet.generation;
         balancer.newer_configuration = is_ahead_of_store
-            .then_some(NewerConfiguration { generation, document_generation: fleet.document.generation });
+            .then_some(NewerThanStoreConfiguration { generation, document_generation: fleet.document.generation });
         is_ahead_of_store.then_some(name)
     }
 
     /// Returns the name and the generation of each load balancer whose configuration is newer than the store's. It is
     /// listed until `document_generation`, that of the stored fleet document, differs from that at its connection.
-    pub fn newer_configurations(&self, document_generation: u64) -> impl Iterator<Item = (&str, u64)> {
+    pub fn configurations_newer_than_store(&self, document_generation: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
             let newer_configuration = balancer
                 .newer_configuration
@@ -143,7 +146,7 @@ impl LoadBalancers {
     fn record_message_time(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
         let has_this_session = |balancer: &&mut LoadBalancer| balancer.has_session(session);
         let balancer = self.by_name.values_mut().find(has_this_session)?;
-        balancer.session.as_mut()?.last_message_at = now.monotonic;
+        balancer.session.as_mut()?.last_message_at = now.monotonic_time;
         Some(balancer)
     }
 
@@ -153,7 +156,7 @@ impl LoadBalancers {
         if let Some(balancer) = self.record_message_time(session, now) {
             let sanitized_state = sanitize_load_balancer_state(state);
             let unresolved_since =
-                |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
+                |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic_time);
             balancer.unresolved_since = sanitized_state
                 .unresolved_servers
                 .iter()
@@ -163,9 +166,9 @@ impl LoadBalancers {
                 .contains(&sanitized_state.configuration_generation)
             {
                 (balancer.confirmed_generation, balancer.confirmed_at) =
-                    (sanitized_state.configuration_generation, now.monotonic);
+                    (sanitized_state.configuration_generation, now.monotonic_time);
             }
-            balancer.reported_state = Some((sanitized_state, now.monotonic));
+            balancer.reported_state = Some((sanitized_state, now.monotonic_time));
         }
     }
 
@@ -180,35 +183,39 @@ impl LoadBalancers {
         }
     }
 
-    pub fn record_health(&mut self, session: u64, message: HealthMessage, now: Now) {
+    pub fn record_health_check_results(&mut self, session: u64, message: HealthMessage, now: Now) {
         if let Some(balancer) = self.record_message_time(session, now) {
-            balancer.reported_health.record_results(message, now);
-            balancer.reported_health.has_reported = true;
+            balancer.reported_health.record_health_check_results(message, now);
+            balancer.reported_health.has_reported_results = true;
         }
     }
 
     /// Returns whether all live load balancers have reported results of health checks to this leader.
     pub fn have_all_reported_health(&self, now: Now) -> bool {
-        self.live_load_balancers(now).all(|(_, balancer)| balancer.reported_health.has_reported)
+        self.live_load_balancers(now).all(|(_, balancer)| balancer.reported_health.has_reported_results)
     }
 
     /// Returns the name of each live load balancer and the version of its verdicts, which changes when they do.
-    pub fn verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
+    pub fn health_verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
         self.live_load_balancers(now)
             .map(|(name, balancer)| (name.clone(), balancer.reported_health.verdict_version))
             .collect()
     }
 
-    pub fn live_verdicts(&self, now: Now) -> Vec<&BTreeMap<HealthTarget, HealthVerdict>> {
+    pub fn live_health_verdicts(&self, now: Now) -> Vec<&BTreeMap<HealthCheckTarget, HealthVerdict>> {
         self.live_load_balancers(now).map(|(_, balancer)| &balancer.reported_health.verdicts).collect()
     }
 
     /// Returns the results of all live load balancers' checks of one server, each with the load balancer's name
     /// and the result's age.
-    pub fn check_results(&self, target: HealthTarget, now: Now) -> Vec<(&str, &ServerCheckResult, Duration)> {
+    pub fn health_check_results(
+        &self,
+        target: HealthCheckTarget,
+        now: Now,
+    ) -> Vec<(&str, &ServerCheckResult, Duration)> {
         let mut check_results = Vec::new();
         for (name, LoadBalancer { reported_health: health, .. }) in self.live_load_balancers(now) {
-            let result_age = now.monotonic.saturating_sub(health.received_at);
+            let result_age = now.monotonic_time.saturating_sub(health.received_at);
             check_results.extend(
                 health.check_results.get(&target).map(|check_result| (name.as_str(), check_result, result_age)),
             );
@@ -235,21 +242,21 @@ impl LoadBalancers {
     pub fn record_traffic(
         &mut self,
         session: u64,
-        message: &TrafficMessage,
+        message: &TrafficCountsMessage,
         alpha: SmoothingWeight,
         now: Now,
-    ) -> OpenedConnections {
-        let Some(balancer) = self.record_message_time(session, now) else { return OpenedConnections::default() };
-        let opened_connections = balancer.traffic.opened_connections(message);
-        balancer.traffic.record_totals(message, alpha, now);
+    ) -> OpenedConnectionCounts {
+        let Some(balancer) = self.record_message_time(session, now) else { return OpenedConnectionCounts::default() };
+        let opened_connections = balancer.traffic.opened_connection_counts(message);
+        balancer.traffic.record_traffic_totals(message, alpha, now);
         opened_connections
     }
 
-    pub fn traffic_totals(&self, server: ServerId) -> TrafficTotals {
+    pub fn traffic_totals(&self, server: ServerId) -> TrafficTotalsByBalancer {
         let name_and_traffic = |(name, balancer): (&String, &LoadBalancer)| {
             Some((name.clone(), balancer.traffic.server_traffic_total(server)?))
         };
-        TrafficTotals(self.by_name.iter().filter_map(name_and_traffic).collect())
+        TrafficTotalsByBalancer(self.by_name.iter().filter_map(name_and_traffic).collect())
     }
 
     /// Returns the sum of all load balancers' traffic rates to the server, or `None` before any load balancer has sent
@@ -271,7 +278,7 @@ impl LoadBalancers {
 
     /// Returns the numbers of packets of an LB-stamped service that all load balancers placed by cookie and by flow
     /// table.
-    pub fn stamped_packets(&self, service: &str) -> StampedService {
+    pub fn stamped_packet_counts(&self, service: &str) -> StampedService {
         let reported_states = self.by_name.values().filter_map(|balancer| balancer.reported_state.as_ref());
         let stamped_services = reported_states.flat_map(|(state, _)| &state.stamped_services);
         let zero_counts = StampedService { service: service.to_owned(), cookie_packets: 0, flow_table_packets: 0 };
@@ -286,11 +293,11 @@ impl LoadBalancers {
     }
 
     /// Ends a session. Returns whether the load balancer is now disconnected. It is not if it has a newer session.
-    pub fn disconnect(&mut self, session: u64, now: Now) -> bool {
+    pub fn end_session(&mut self, session: u64, now: Now) -> bool {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let has_ended = balancer.map(|balancer| {
             balancer.session = None;
-            balancer.session_ended_at = now.monotonic;
+            balancer.session_ended_at = now.monotonic_time;
             balancer.traffic.clear_rates();
         });
         has_ended.is_some()
@@ -305,11 +312,12 @@ impl LoadBalancers {
         self.by_name.get(name).is_some_and(|balancer| balancer.is_alive(now))
     }
 
-    /// Returns whether no load balancer has been able to reach the server for [`UNREACHABLE_TIMEOUT`].
+    /// Returns whether no load balancer has been able to reach the server for [`SERVER_UNREACHABLE_TIMEOUT`].
     pub fn is_unreachable(&self, server: &str, now: Now) -> bool {
         let is_long_unresolved = |balancer: &LoadBalancer| {
             let unresolved_since = balancer.unresolved_since.get(server);
-            unresolved_since.is_some_and(|start_time| now.monotonic.saturating_sub(*start_time) >= UNREACHABLE_TIMEOUT)
+            unresolved_since
+                .is_some_and(|start_time| now.monotonic_time.saturating_sub(*start_time) >= SERVER_UNREACHABLE_TIMEOUT)
         };
         let mut reporting_balancers =
             self.connected_load_balancers().filter(|(_, balancer)| balancer.reported_state.is_some()).peekable();
@@ -317,7 +325,7 @@ impl LoadBalancers {
     }
 
     /// Returns the number of connected load balancers, which share the new connections.
-    pub fn connected_count(&self) -> usize {
+    pub fn connected_load_balancer_count(&self) -> usize {
         self.connected_load_balancers().count()
     }
 
@@ -330,24 +338,24 @@ impl LoadBalancers {
     }
 }
 
-impl ReportedHealth {
-    fn record_results(&mut self, message: HealthMessage, now: Now) {
-        let check_results: BTreeMap<HealthTarget, ServerCheckResult> = message
+impl ReportedServerHealth {
+    fn record_health_check_results(&mut self, message: HealthMessage, now: Now) {
+        let check_results: BTreeMap<HealthCheckTarget, ServerCheckResult> = message
             .check_results
             .into_iter()
             .map(|(service, server, check_result)| ((service, server), check_result))
             .collect();
         let verdicts_by_target =
             check_results.iter().filter_map(|(target, check_result)| Some((*target, check_result.verdict?)));
-        let verdicts: BTreeMap<HealthTarget, HealthVerdict> = verdicts_by_target.collect();
+        let verdicts: BTreeMap<HealthCheckTarget, HealthVerdict> = verdicts_by_target.collect();
         self.verdict_version += u64::from(verdicts != self.verdicts);
-        (self.check_results, self.verdicts, self.received_at) = (check_results, verdicts, now.monotonic);
+        (self.check_results, self.verdicts, self.received_at) = (check_results, verdicts, now.monotonic_time);
     }
 }
 
 impl LoadBalancer {
     fn has_session(&self, session_number: u64) -> bool {
-        self.session.as_ref().is_some_and(|live_session| live_session.number == session_number)
+        self.session.as_ref().is_some_and(|live_session| live_session.session_number == session_number)
     }
 
     pub fn is_connected(&self) -> bool {
@@ -359,6 +367,6 @@ impl LoadBalancer {
     pub fn is_alive(&self, now: Now) -> bool {
         let last_message_at =
             self.session.as_ref().map_or(self.session_ended_at, |live_session| live_session.last_message_at);
-        now.monotonic < START_GRACE_PERIOD.max(last_message_at + LOAD_BALANCER_TIMEOUT)
+        now.monotonic_time < START_GRACE_PERIOD.max(last_message_at + LOAD_BALANCER_TIMEOUT)
     }
 }

@@ -6,86 +6,88 @@ use coreward_api::types::{DrainOrigin, ReportState, Server, ServerState, Status}
 use coreward_metrics::component;
 use coreward_metrics::component::{CONFIGURATION_GENERATION, SERVER_WARNINGS, TABLE_GENERATION};
 use coreward_metrics::metrics;
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_metrics::table::MetricKind::{Counter, Gauge, MaxGauge};
-use coreward_metrics::table::{Component, Family, family};
+use coreward_metrics::table::{Component, MetricFamily, declare_family};
 
 use super::{Controller, Now};
 
 metrics! {
-    REPORTS_ACCEPTED_TOTAL: Family<0> = family(
+    REPORTS_ACCEPTED_TOTAL: MetricFamily<0> = declare_family(
         Counter, "coreward_reports_accepted_total", &[], &[Component::Controller],
         "Reports accepted",
     );
-    REPORTS_REJECTED_TOTAL: Family<1> = family(
+    REPORTS_REJECTED_TOTAL: MetricFamily<1> = declare_family(
         Counter, "coreward_reports_rejected_total", &["reason"], &[Component::Controller],
         "Reports rejected, by reason",
     );
-    SERVERS_LIMITED: Family<0> = family(
+    SERVERS_LIMITED: MetricFamily<0> = declare_family(
         Gauge, "coreward_servers_limited", &[], &[Component::Controller],
         "Servers limited to twice their fair share of new connections",
     );
-    TABLE_AGE_SECONDS: Family<1> = family(
+    TABLE_AGE_SECONDS: MetricFamily<1> = declare_family(
         MaxGauge, "coreward_table_age_seconds", &["service"], &[Component::Controller],
         "Age of the newest placement table",
     );
-    STORE_HAS_DOCUMENT: Family<0> = family(
+    STORE_HAS_DOCUMENT: MetricFamily<0> = declare_family(
         Gauge, "coreward_store_has_document", &[], &[Component::Controller],
         "0: no document was applied yet, and no configuration is sent",
     );
-    STORE_BEHIND: Family<0> = family(
+    STORE_BEHIND: MetricFamily<0> = declare_family(
         Gauge, "coreward_store_behind", &[], &[Component::Controller],
         "1: a load balancer had a newer configuration",
     );
-    REPORTS_AHEAD_TOTAL: Family<0> = family(
+    REPORTS_AHEAD_TOTAL: MetricFamily<0> = declare_family(
         Counter, "coreward_reports_ahead_total", &[], &[Component::Controller],
         "Reports sent more than a second ahead of the controller's wall clock",
     );
-    SERVERS: Family<1> = family(Gauge, "coreward_servers", &["state"], &[Component::Controller], "Servers, by state");
-    SERVICE_SERVERS: Family<2> = family(
+    SERVERS: MetricFamily<1> = declare_family(
+        Gauge, "coreward_servers", &["state"], &[Component::Controller], "Servers, by state",
+    );
+    SERVICE_SERVERS: MetricFamily<2> = declare_family(
         Gauge, "coreward_service_servers", &["service", "state"], &[Component::Controller],
         "Servers of a service, by state",
     );
-    SERVICE_FAILING_OPEN: Family<1> = family(
+    SERVICE_FAILING_OPEN: MetricFamily<1> = declare_family(
         Gauge, "coreward_service_failing_open", &["service"], &[Component::Controller],
         "1: all servers of the service are down and still get new connections",
     );
-    SERVER_REPORT_AGE_SECONDS: Family<1> = family(
+    SERVER_REPORT_AGE_SECONDS: MetricFamily<1> = declare_family(
         MaxGauge, "coreward_server_report_age_seconds", &["server"], &[Component::Controller],
         "Age of the newest report; not of servers that never reported",
     );
-    SERVER_CORE_LOAD_RATIO: Family<2> = family(
+    SERVER_CORE_LOAD_RATIO: MetricFamily<2> = declare_family(
         MaxGauge, "coreward_server_core_load_ratio", &["server", "core"], &[Component::Controller],
         "Smoothed load of a core / its capacity",
     );
-    SERVER_OPEN_CONNECTIONS: Family<1> = family(
+    SERVER_OPEN_CONNECTIONS: MetricFamily<1> = declare_family(
         Gauge, "coreward_server_open_connections", &["server"], &[Component::Controller],
         "TCP connections of its services",
     );
-    SERVER_SERVICE_CONNECTIONS: Family<2> = family(
+    SERVER_SERVICE_CONNECTIONS: MetricFamily<2> = declare_family(
         Gauge, "coreward_server_service_connections", &["server", "service"], &[Component::Controller],
         "TCP connections of a service at a server, by its agent's last count; absent: unknown",
     );
-    SERVER_DRAINED: Family<1> = family(
+    SERVER_DRAINED: MetricFamily<1> = declare_family(
         Gauge, "coreward_server_drained", &["server"], &[Component::Controller],
         "1: drained by `coreward drain`; 0: not, or by the fleet's document",
     );
-    LOAD_BALANCERS: Family<1> = family(
+    LOAD_BALANCERS: MetricFamily<1> = declare_family(
         Gauge, "coreward_load_balancers", &["state"], &[Component::Controller],
         "Load balancers, alive or lost",
     );
-    COOKIE_KEY_AGE_SECONDS: Family<0> = family(
+    COOKIE_KEY_AGE_SECONDS: MetricFamily<0> = declare_family(
         MaxGauge, "coreward_cookie_key_age_seconds", &[], &[Component::Controller],
         "Time since the current cookie key came into force, in seconds",
     );
 }
 
-fn to_seconds(milliseconds: u32) -> f64 {
+fn milliseconds_to_seconds(milliseconds: u32) -> f64 {
     f64::from(milliseconds) / 1000.0
 }
 
 /// Adds the metrics that are computed from `status` and the wall-clock time.
-pub fn add_status_metrics(snapshot: &mut Snapshot, status: &Status, wall_time: Duration) {
+pub fn add_status_metrics(snapshot: &mut MetricsSnapshot, status: &Status, wall_time: Duration) {
     snapshot.add_value(&CONFIGURATION_GENERATION, [], status.configuration_generation as f64);
     snapshot.add_value(&REPORTS_ACCEPTED_TOTAL, [], status.accepted_reports as f64);
     for (reason, count) in &status.rejected_reports {
@@ -93,7 +95,7 @@ pub fn add_status_metrics(snapshot: &mut Snapshot, status: &Status, wall_time: D
     }
     for service in &status.services {
         snapshot.add_value(&TABLE_GENERATION, [&service.name], service.table_generation as f64);
-        snapshot.add_value(&TABLE_AGE_SECONDS, [&service.name], to_seconds(service.table_age_ms));
+        snapshot.add_value(&TABLE_AGE_SECONDS, [&service.name], milliseconds_to_seconds(service.table_age_ms));
     }
     for state in ServerState::ALL {
         let server_count = status.servers.iter().filter(|server| server.state == state).count();
@@ -117,7 +119,7 @@ pub fn add_status_metrics(snapshot: &mut Snapshot, status: &Status, wall_time: D
 
 impl Controller {
     /// Adds the metrics that cannot be computed from the status.
-    pub fn add_metrics(&self, snapshot: &mut Snapshot, now: Now) {
+    pub fn add_metrics(&self, snapshot: &mut MetricsSnapshot, now: Now) {
         self.add_acknowledgement_metrics(snapshot, now);
         snapshot.add_value(&STORE_BEHIND, [], self.is_store_outdated().into());
         snapshot.add_value(&STORE_HAS_DOCUMENT, [], self.fleet.has_document().into());
@@ -136,10 +138,10 @@ impl Controller {
     }
 }
 
-fn add_server_metrics(snapshot: &mut Snapshot, server: &Server) {
+fn add_server_metrics(snapshot: &mut MetricsSnapshot, server: &Server) {
     let server_name = server.name.as_str();
     if server.report_state != ReportState::None && server.state != ServerState::Gone {
-        snapshot.add_value(&SERVER_REPORT_AGE_SECONDS, [server_name], to_seconds(server.report_age_ms));
+        snapshot.add_value(&SERVER_REPORT_AGE_SECONDS, [server_name], milliseconds_to_seconds(server.report_age_ms));
         snapshot.add_indexed_values(&SERVER_CORE_LOAD_RATIO, server_name, server.core_loads.iter().copied());
     }
     snapshot.add_value(&SERVER_OPEN_CONNECTIONS, [server_name], server.open_connections.into());

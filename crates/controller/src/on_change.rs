@@ -12,11 +12,11 @@ use coreward_model::policy::{RackSummary, ServerCapacity};
 use coreward_wire::ServiceIndex;
 
 use super::agent::Agent;
-use super::input_fingerprints::Shard;
-use super::pool::direct_loads;
+use super::input_fingerprints::ServerShard;
+use super::pool::directly_reported_loads;
 use super::service::{Service, TableTrigger};
-use super::{Controller, NewTable, Now};
-use coreward_fleet::config::TableTiming;
+use super::{Controller, NewPlacementTable, Now};
+use coreward_fleet::config::PlacementTableTiming;
 
 /// Number of servers and services, exceeded by at most one shard, that are polled without interruption. Polling them
 /// takes a few milliseconds.
@@ -24,26 +24,26 @@ const MEMBERS_PER_POLL: usize = 512;
 
 /// Position at which [`Controller::poll_inputs_from`] continues. The default is the first service.
 #[derive(Debug, Default)]
-pub struct InputCursor {
+pub struct InputPollCursor {
     service_position: usize,
     /// Shards of the service at `service_position` that have not been polled yet.
-    remaining_shards: VecDeque<Shard>,
+    remaining_shards: VecDeque<ServerShard>,
 }
 
 #[derive(Debug, Clone)]
-pub struct DueTable {
-    pub new_table: NewTable,
+pub struct NewTableWithTrigger {
+    pub new_table: NewPlacementTable,
     /// Oldest change that the table contains.
     pub trigger: TableTrigger,
 }
 
 impl Controller {
     pub(super) fn on_services_changed(&mut self) {
-        self.racks.change_count += 1;
+        self.racks.shared_change_count += 1;
         let (positions, services) = (&self.positions_by_index, &self.services);
         self.due_services
             .retain(|index| positions.get(index).is_some_and(|position| services[*position].due_trigger.is_some()));
-        self.table_acks.retain(|index| positions.contains_key(&index));
+        self.table_acks.retain_fleet_services(|index| positions.contains_key(&index));
     }
 
     pub(super) fn on_load_changed(&mut self, id: ServerId, trigger: TableTrigger) {
@@ -73,12 +73,12 @@ impl Controller {
             return;
         }
         summary.servers.iter().for_each(|server| service.mark_relayed_load_changed(server.id));
-        let trigger = TableTrigger { received_at: now.monotonic, is_load_change: true, sent_at: None };
+        let trigger = TableTrigger { received_at: now.monotonic_time, is_load_change: true, sent_at: None };
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
     pub(super) fn on_traffic_changed(&mut self, now: Now) {
-        let trigger = TableTrigger { received_at: now.monotonic, is_load_change: false, sent_at: None };
+        let trigger = TableTrigger { received_at: now.monotonic_time, is_load_change: false, sent_at: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
             service.mark_all_loads_changed();
             queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
@@ -88,24 +88,29 @@ impl Controller {
     /// Polls the inputs of tables that change with time. It is called once per report interval, and after a change of
     /// the configuration or of check results. `has_interval_ended` is whether a report interval has ended.
     pub fn poll_inputs(&mut self, now: Now, has_interval_ended: bool) {
-        let mut next_cursor = Some(InputCursor::default());
+        let mut next_cursor = Some(InputPollCursor::default());
         while let Some(cursor) = next_cursor {
             next_cursor = self.poll_inputs_from(cursor, now, has_interval_ended);
         }
     }
 
     /// Polls the next [`MEMBERS_PER_POLL`] servers. Returns the position at which to continue, or `None` at the end.
-    pub fn poll_inputs_from(&mut self, cursor: InputCursor, now: Now, has_interval_ended: bool) -> Option<InputCursor> {
-        let InputCursor { service_position: mut position, remaining_shards: mut shards } = cursor;
+    pub fn poll_inputs_from(
+        &mut self,
+        cursor: InputPollCursor,
+        now: Now,
+        has_interval_ended: bool,
+    ) -> Option<InputPollCursor> {
+        let InputPollCursor { service_position: mut position, remaining_shards: mut shards } = cursor;
         if position == 0 && shards.is_empty() {
-            self.update_health(now);
+            self.update_health_verdicts(now);
             self.update_share_limiter(now);
         }
         // Each service counts as one more server, because thousands of services may have no servers.
         let mut polled_member_count = 0;
         while position < self.services.len() && polled_member_count < MEMBERS_PER_POLL {
             if shards.is_empty() {
-                shards = self.due_shards(position, now, has_interval_ended);
+                shards = self.shards_due_for_poll(position, now, has_interval_ended);
             }
             while polled_member_count < MEMBERS_PER_POLL
                 && let Some(shard) = shards.pop_front()
@@ -117,16 +122,22 @@ impl Controller {
                 (position, polled_member_count) = (position + 1, polled_member_count + 1);
             }
         }
-        (position < self.services.len()).then_some(InputCursor { service_position: position, remaining_shards: shards })
+        (position < self.services.len())
+            .then_some(InputPollCursor { service_position: position, remaining_shards: shards })
     }
 
     /// Returns the shards of the service at `service_position` that must be polled.
-    fn due_shards(&mut self, service_position: usize, now: Now, has_interval_ended: bool) -> VecDeque<Shard> {
+    fn shards_due_for_poll(
+        &mut self,
+        service_position: usize,
+        now: Now,
+        has_interval_ended: bool,
+    ) -> VecDeque<ServerShard> {
         if has_interval_ended {
             self.begin_report_interval(service_position);
             self.restart_counts_of_silent_servers(service_position, now);
         }
-        let shards = self.services[service_position].next_shards(!has_interval_ended);
+        let shards = self.services[service_position].next_shards_to_poll(!has_interval_ended);
         if shards.is_empty() {
             self.poll_shard(service_position, None, now);
         }
@@ -134,17 +145,17 @@ impl Controller {
     }
 
     /// Polls a shard of the service's servers, or only the service's own inputs if it has no servers (`None`).
-    fn poll_shard(&mut self, service_position: usize, shard: Option<Shard>, now: Now) {
+    fn poll_shard(&mut self, service_position: usize, shard: Option<ServerShard>, now: Now) {
         let shard_fingerprint =
             shard.map(|shard| (shard, self.server_inputs_fingerprint(service_position, shard, now)));
         let service_fingerprint = self.service_inputs_fingerprint(service_position, now);
         let service = &mut self.services[service_position];
-        if !service.update_fingerprints(service_fingerprint, shard_fingerprint.as_slice()) {
+        if !service.store_and_compare_fingerprints(service_fingerprint, shard_fingerprint.as_slice()) {
             return;
         }
         service.drop_cached_pool();
-        self.racks.change_count += 1;
-        let trigger = TableTrigger { received_at: now.monotonic, is_load_change: false, sent_at: None };
+        self.racks.shared_change_count += 1;
+        let trigger = TableTrigger { received_at: now.monotonic_time, is_load_change: false, sent_at: None };
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
@@ -156,7 +167,7 @@ impl Controller {
         let member_ids = self.services[service_position].configuration().members.keys().copied();
         let is_silent = |id: &ServerId| {
             let is_relayed = is_relayed_by_id.get(usize::from(id.get())).copied().unwrap_or(false);
-            !is_relayed && self.agent(*id).and_then(|agent| direct_loads(agent, now)).is_none()
+            !is_relayed && self.agent(*id).and_then(|agent| directly_reported_loads(agent, now)).is_none()
         };
         let silent_servers: Vec<ServerId> = member_ids.filter(is_silent).collect();
         silent_servers.into_iter().for_each(|id| self.services[service_position].mark_load_changed(id));
@@ -177,7 +188,7 @@ impl Controller {
         hasher.finish()
     }
 
-    fn server_inputs_fingerprint(&self, service_position: usize, shard: Shard, now: Now) -> u64 {
+    fn server_inputs_fingerprint(&self, service_position: usize, shard: ServerShard, now: Now) -> u64 {
         let service = &self.services[service_position];
         let fleet_service = service.configuration();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
@@ -191,20 +202,20 @@ impl Controller {
             let eligibility = self.eligibility(fleet_service, id, now);
             (id, eligibility, has_fresh_loads, core_count, reporting_agent.is_some()).hash(&mut hasher);
             (service.next_slow_start_fraction(id, eligibility, now).to_bits(), server.weight.get()).hash(&mut hasher);
-            self.is_excluded(service, id).hash(&mut hasher);
+            self.is_excluded_from_service(service, id).hash(&mut hasher);
             server.capacity.map(|capacity| ServerCapacity::get(capacity).to_bits()).hash(&mut hasher);
         }
         hasher.finish()
     }
 
     /// Makes the table that has been due for the longest time. Returns `None` if no table is due.
-    pub fn make_next_due_table(&mut self, now: Now) -> Option<DueTable> {
+    pub fn make_next_due_table(&mut self, now: Now) -> Option<NewTableWithTrigger> {
         loop {
             let position = *self.positions_by_index.get(&self.due_services.pop_front()?)?;
             if let Some(trigger) = self.services[position].due_trigger {
                 let new_table = self.make_table(position, now);
-                self.table_acks.record_table(new_table.service_index, new_table.table.generation, trigger);
-                return Some(DueTable { new_table, trigger });
+                self.table_acks.record_unconfirmed_table(new_table.service_index, new_table.table.generation, trigger);
+                return Some(NewTableWithTrigger { new_table, trigger });
             }
         }
     }
@@ -220,9 +231,9 @@ fn queue_table(
     due_services: &mut VecDeque<ServiceIndex>,
     service: &mut Service,
     trigger: TableTrigger,
-    table_timing: TableTiming,
+    table_timing: PlacementTableTiming,
 ) {
-    if table_timing == TableTiming::OnChange && service.due_trigger.is_none() {
+    if table_timing == PlacementTableTiming::OnChange && service.due_trigger.is_none() {
         service.due_trigger = Some(trigger);
         due_services.push_back(service.configuration().index);
     }

@@ -5,19 +5,19 @@ use std::borrow::Cow;
 use std::ops::Bound;
 
 use coreward_model::ServerId;
-use coreward_model::consistency::Consistency;
+use coreward_model::consistency::ConsistencyMode;
 use coreward_model::load::CoreLoads;
-use coreward_model::policy::{Pool, PoolServer, ServerLoads};
+use coreward_model::policy::{PoolServer, ServerLoads, ServerPool};
 use coreward_model::statistics::mean;
 use coreward_model::tuple::Protocol;
 
 use super::agent::Agent;
-use super::service::{Eligibility, Service};
-use super::{Controller, NewTable, Now};
+use super::service::{ServerEligibility, Service};
+use super::{Controller, NewPlacementTable, Now};
 use coreward_fleet::fleet::FleetService;
 
 impl Controller {
-    pub(super) fn make_table(&mut self, service_position: usize, now: Now) -> NewTable {
+    pub(super) fn make_table(&mut self, service_position: usize, now: Now) -> NewPlacementTable {
         let pool = match self.services[service_position].take_cached_pool() {
             Some(cached_pool) => self.refresh_pool(service_position, cached_pool, now),
             None => {
@@ -33,12 +33,12 @@ impl Controller {
         table
     }
 
-    pub(super) fn compute_pool(&self, service: &Service, now: Now) -> Pool {
-        self.with_common_inputs(service, Pool::new(self.pool_servers(service, now), 1), now)
+    pub(super) fn compute_pool(&self, service: &Service, now: Now) -> ServerPool {
+        self.with_common_inputs(service, ServerPool::new(self.pool_servers(service, now), 1), now)
     }
 
     /// Returns the newest table's pool, cached or computed, for readers that must not delay the processing of reports.
-    pub(super) fn cached_or_computed_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, Pool> {
+    pub(super) fn cached_or_computed_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, ServerPool> {
         service.cached_pool().map_or_else(|| Cow::Owned(self.compute_pool(service, now)), Cow::Borrowed)
     }
 
@@ -65,8 +65,8 @@ impl Controller {
         servers.len() < previous_server_count + max_count
     }
 
-    pub fn pool_of_servers(&self, service_position: usize, servers: Vec<PoolServer>, now: Now) -> Option<Pool> {
-        Some(self.with_common_inputs(self.services.get(service_position)?, Pool::new(servers, 1), now))
+    pub fn pool_of_servers(&self, service_position: usize, servers: Vec<PoolServer>, now: Now) -> Option<ServerPool> {
+        Some(self.with_common_inputs(self.services.get(service_position)?, ServerPool::new(servers, 1), now))
     }
 
     fn pool_servers(&self, service: &Service, now: Now) -> Vec<PoolServer> {
@@ -74,16 +74,16 @@ impl Controller {
     }
 
     /// Returns `pool` with those inputs of the table that do not belong to a single server.
-    pub(super) fn with_common_inputs(&self, service: &Service, pool: Pool, now: Now) -> Pool {
+    pub(super) fn with_common_inputs(&self, service: &Service, pool: ServerPool, now: Now) -> ServerPool {
         let fleet_service = service.configuration();
-        let pool = pool.for_next_table(self.load_balancers.connected_count() as u32);
+        let pool = pool.for_next_table(self.load_balancers.connected_load_balancer_count() as u32);
         let pool = pool
             .with_rack_summaries(self.racks.valid_summaries_of_service(fleet_service.index, now).cloned().collect());
         if places_each_datagram(fleet_service) { pool.counting_placements_as_requests() } else { pool }
     }
 
     /// Returns `pool`, from which the newest table was made, after reading its changed servers again.
-    fn refresh_pool(&self, service_position: usize, mut pool: Pool, now: Now) -> Pool {
+    fn refresh_pool(&self, service_position: usize, mut pool: ServerPool, now: Now) -> ServerPool {
         let service = &self.services[service_position];
         for id in service.dirty_servers() {
             if service.needs_refresh(id) {
@@ -101,26 +101,27 @@ impl Controller {
         let eligibility_by_id = |id: &ServerId| (*id, self.eligibility(fleet_service, *id, now));
         let eligibilities = fleet_service.members.keys().map(eligibility_by_id).collect();
         self.services[service_position].update_eligibilities(eligibilities, now);
-        self.racks.change_count += 1;
+        self.racks.shared_change_count += 1;
     }
 
-    pub(super) fn eligibility(&self, service: &FleetService, id: ServerId, now: Now) -> Eligibility {
+    pub(super) fn eligibility(&self, service: &FleetService, id: ServerId, now: Now) -> ServerEligibility {
         if self.fleet.has_left_service(service, id) {
-            Eligibility::Left
-        } else if !self.fleet.is_eligible(service, id) {
-            Eligibility::Drained
+            ServerEligibility::Left
+        } else if !self.fleet.is_server_eligible(service, id) {
+            ServerEligibility::Drained
         } else if self.load_balancers.is_unreachable(&self.fleet.servers[&id].name, now) {
-            Eligibility::Unreachable
+            ServerEligibility::Unreachable
         } else if self.health.is_down(&(service.index, id)) {
-            Eligibility::Unhealthy
+            ServerEligibility::Unhealthy
         } else {
-            Eligibility::Eligible
+            ServerEligibility::Eligible
         }
     }
 
     pub(super) fn takes_new_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
         let takes_connections = service.takes_new_connections(id);
-        takes_connections.unwrap_or_else(|| self.eligibility(service.configuration(), id, now) == Eligibility::Eligible)
+        takes_connections
+            .unwrap_or_else(|| self.eligibility(service.configuration(), id, now) == ServerEligibility::Eligible)
     }
 
     pub(super) fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
@@ -129,12 +130,12 @@ impl Controller {
             id,
             is_eligible: self.takes_new_connections(service, id, now),
             loads: agent
-                .and_then(|agent| direct_loads(agent, now))
+                .and_then(|agent| directly_reported_loads(agent, now))
                 .map(|loads| loads_for_service(service.configuration(), loads)),
             rss: agent.and_then(Agent::rss_config).cloned(),
             open_connection_count: self.open_connection_count(id, agent),
             weight: server.weight,
-            slow_start_fraction: self.share_fraction(service, id, now),
+            slow_start_fraction: self.new_connection_share_fraction(service, id, now),
             capacity: server.capacity,
             traffic: self.load_balancers.traffic_rates(id),
             has_new_load: service.has_new_load(id),
@@ -154,13 +155,13 @@ impl Controller {
 }
 
 /// Returns the loads that the server's own agent reported. Reports of an agent behind a rack are only displayed.
-pub(super) fn direct_loads(agent: &Agent, now: Now) -> Option<&CoreLoads> {
-    agent.loads(now).filter(|_| !agent.is_behind_rack())
+pub(super) fn directly_reported_loads(agent: &Agent, now: Now) -> Option<&CoreLoads> {
+    agent.fresh_core_loads(now).filter(|_| !agent.is_behind_rack())
 }
 
 /// Returns whether the service places each datagram on its own (`udp = "packet"`).
 pub(super) fn places_each_datagram(service: &FleetService) -> bool {
-    service.address.protocol == Protocol::Udp && service.mode.consistency == Consistency::None
+    service.address.protocol == Protocol::Udp && service.mode.consistency == ConsistencyMode::None
 }
 
 /// Returns the loads of a server's cores as inputs of the service's policy. If requests are placed one by one, the

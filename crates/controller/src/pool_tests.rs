@@ -3,24 +3,24 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use coreward_config::Source;
+use coreward_config::TomlSource;
 use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
-use coreward_wire::{AgentReport, LOAD_BALANCER_TIMEOUT, ServerTraffic, ServiceIndex, TrafficMessage};
+use coreward_wire::{AgentReport, LOAD_BALANCER_TIMEOUT, ServerTraffic, ServiceIndex, TrafficCountsMessage};
 
 use super::explain::ExplainedPacket;
-use super::tests::plain_report;
-use super::{Controller, Now, Session};
+use super::tests::build_plain_report;
+use super::{AgentSession, Controller, Now};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::FleetRecords;
 
-fn at(seconds: u64) -> Now {
+fn now_at_seconds(seconds: u64) -> Now {
     let monotonic = Duration::from_secs(seconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record_time: wall }
+    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
 }
 
 /// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and the TOML keys `server_keys`, and one
@@ -31,26 +31,26 @@ fn fleet_config(server_keys: &[&str], service_keys: &str) -> FleetConfig {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n{keys}\n", n + 1);
     }
     text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service_keys}");
-    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
+    FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).unwrap()
 }
 
-struct Harness {
+struct PoolHarness {
     records: FleetRecords,
     controller: Controller,
 }
 
-impl Harness {
+impl PoolHarness {
     fn new(server_keys: &[&str], service_keys: &str) -> Self {
         let config = fleet_config(server_keys, service_keys);
-        let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
-        records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        let mut records = FleetRecords::generate(now_at_seconds(0).wall_time, &mut seeded_rng(5, 0));
+        records.apply_document(&config, now_at_seconds(0).wall_time, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { records, controller }
     }
 
     fn configure(&mut self, server_keys: &[&str], service_keys: &str, now: Now) {
         let config = fleet_config(server_keys, service_keys);
-        self.records.apply_document(&config, now.wall, &mut seeded_rng(7, 0)).unwrap();
+        self.records.apply_document(&config, now.wall_time, &mut seeded_rng(7, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
@@ -58,14 +58,15 @@ impl Harness {
         (*self.controller.end_report_interval(now).remove(0).table).clone()
     }
 
-    fn connect_agent(&mut self, server_number: usize, open_connections: u32, now: Now) -> Session {
+    fn connect_agent(&mut self, server_number: usize, open_connections: u32, now: Now) -> AgentSession {
         let session = self.controller.register_agent(&format!("s{server_number}"), "test", now).unwrap();
         self.send_report(&session, 1, open_connections, now);
         session
     }
 
-    fn send_report(&mut self, session: &Session, sequence: u64, open_connections: u32, now: Now) {
-        let report = AgentReport { open_connection_count: open_connections, ..plain_report(sequence, now, &[0; 2]) };
+    fn send_report(&mut self, session: &AgentSession, sequence: u64, open_connections: u32, now: Now) {
+        let report =
+            AgentReport { open_connection_count: open_connections, ..build_plain_report(sequence, now, &[0; 2]) };
         self.controller.record_report(session, Ok(report), now).unwrap();
     }
 
@@ -75,11 +76,11 @@ impl Harness {
     }
 }
 
-fn id(number: u64) -> ServerId {
+fn server_id(number: u64) -> ServerId {
     number.try_into().unwrap()
 }
 
-fn traffic_message(opened_and_closed_by_server: &[(u64, u64, u64)]) -> TrafficMessage {
+fn build_traffic_message(opened_and_closed_by_server: &[(u64, u64, u64)]) -> TrafficCountsMessage {
     let to_server_traffic = |(server, opened_count, closed_count): &(u64, u64, u64)| {
         let server_traffic = ServerTraffic {
             opened_connection_count: *opened_count,
@@ -87,10 +88,10 @@ fn traffic_message(opened_and_closed_by_server: &[(u64, u64, u64)]) -> TrafficMe
             packet_count: opened_count * 10,
             frame_bytes: opened_count * 1000,
         };
-        (id(*server), server_traffic)
+        (server_id(*server), server_traffic)
     };
     let opened_count = opened_and_closed_by_server.iter().map(|(_, count, _)| count).sum();
-    TrafficMessage {
+    TrafficCountsMessage {
         opened_connection_count_by_service: [(ServiceIndex::FIRST, opened_count)].into(),
         traffic_by_server: opened_and_closed_by_server.iter().map(to_server_traffic).collect(),
     }
@@ -106,24 +107,24 @@ fn bucket_counts_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 
 #[test]
 fn servers_get_buckets_in_proportion_to_their_weights() {
-    let mut harness = Harness::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
-    let table = harness.make_table(at(0));
+    let mut harness = PoolHarness::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
+    let table = harness.make_table(now_at_seconds(0));
     assert_eq!(bucket_counts_by_server(&table), BTreeMap::from([(0, 96), (1, 32)]));
-    assert!(table.consistent_servers.iter().all(|server| *server != id(2)));
-    let configured_servers = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
+    assert!(table.consistent_servers.iter().all(|server| *server != server_id(2)));
+    let configured_servers = harness.controller.fleet_configuration(now_at_seconds(0)).services.remove(0).servers;
     assert_eq!(configured_servers.iter().map(|server| server.is_eligible).collect::<Vec<_>>(), [true, true, false]);
-    harness.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", at(1));
-    assert!(harness.make_table(at(1)).members.is_empty());
+    harness.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", now_at_seconds(1));
+    assert!(harness.make_table(now_at_seconds(1)).members.is_empty());
 }
 
 #[test]
 fn new_server_has_a_slow_start_but_initial_servers_have_none() {
     let service_keys = "policy = \"maglev\"\nslow_start = \"100s\"\nbuckets = 1024\n";
-    let mut harness = Harness::new(&["", ""], service_keys);
-    assert_eq!(bucket_counts_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
-    harness.configure(&["", "", ""], service_keys, at(10));
-    let new_server_bucket_count = |harness: &mut Harness, now: u64| {
-        bucket_counts_by_server(&harness.make_table(at(now))).get(&2).copied().unwrap_or(0)
+    let mut harness = PoolHarness::new(&["", ""], service_keys);
+    assert_eq!(bucket_counts_by_server(&harness.make_table(now_at_seconds(0))), BTreeMap::from([(0, 512), (1, 512)]));
+    harness.configure(&["", "", ""], service_keys, now_at_seconds(10));
+    let new_server_bucket_count = |harness: &mut PoolHarness, now: u64| {
+        bucket_counts_by_server(&harness.make_table(now_at_seconds(now))).get(&2).copied().unwrap_or(0)
     };
     let (initial_count, halfway_count, full_count) = (
         new_server_bucket_count(&mut harness, 10),
@@ -136,67 +137,83 @@ fn new_server_has_a_slow_start_but_initial_servers_have_none() {
         "{initial_count} {halfway_count}"
     );
     // After a drain, the server joins again with a slow start.
-    harness.configure(&["", "", "state = \"draining\""], service_keys, at(200));
+    harness.configure(&["", "", "state = \"draining\""], service_keys, now_at_seconds(200));
     assert_eq!(new_server_bucket_count(&mut harness, 200), 0);
-    harness.configure(&["", "", ""], service_keys, at(300));
+    harness.configure(&["", "", ""], service_keys, now_at_seconds(300));
     assert!(new_server_bucket_count(&mut harness, 300) <= 10 && new_server_bucket_count(&mut harness, 400) >= 340);
     // The choice for connections without a cookie is complete at once.
-    harness.configure(&["", "", "", ""], service_keys, at(500));
-    assert!(harness.make_table(at(500)).consistent_servers.iter().filter(|server| **server == id(3)).count() > 200);
+    harness.configure(&["", "", "", ""], service_keys, now_at_seconds(500));
+    assert!(
+        harness
+            .make_table(now_at_seconds(500))
+            .consistent_servers
+            .iter()
+            .filter(|server| **server == server_id(3))
+            .count()
+            > 200
+    );
 }
 
 #[test]
 fn open_connection_count_is_reported_count_plus_later_changes() {
-    let mut harness = Harness::new(&["", ""], "policy = \"least\"\n");
-    let lb1_session = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
-    let lb2_session = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
+    let mut harness = PoolHarness::new(&["", ""], "policy = \"least\"\n");
+    let lb1_session = harness.controller.register_load_balancer("lb1", now_at_seconds(0)).unwrap();
+    let lb2_session = harness.controller.register_load_balancer("lb2", now_at_seconds(0)).unwrap();
     harness.controller.record_load_balancer_traffic(
         lb1_session,
-        &traffic_message(&[(0, 1000, 900), (1, 500, 500)]),
-        at(0),
+        &build_traffic_message(&[(0, 1000, 900), (1, 500, 500)]),
+        now_at_seconds(0),
     );
-    harness.controller.record_load_balancer_traffic(lb2_session, &traffic_message(&[(0, 10, 0)]), at(0));
-    let session = harness.connect_agent(0, 100, at(1));
-    harness.connect_agent(1, 7, at(1));
-    assert_eq!(harness.open_connection_counts(at(1)), [100, 7]);
+    harness.controller.record_load_balancer_traffic(
+        lb2_session,
+        &build_traffic_message(&[(0, 10, 0)]),
+        now_at_seconds(0),
+    );
+    let session = harness.connect_agent(0, 100, now_at_seconds(1));
+    harness.connect_agent(1, 7, now_at_seconds(1));
+    assert_eq!(harness.open_connection_counts(now_at_seconds(1)), [100, 7]);
     harness.controller.record_load_balancer_traffic(
         lb1_session,
-        &traffic_message(&[(0, 1030, 910), (1, 500, 520)]),
-        at(2),
+        &build_traffic_message(&[(0, 1030, 910), (1, 500, 520)]),
+        now_at_seconds(2),
     );
-    harness.controller.record_load_balancer_traffic(lb2_session, &traffic_message(&[(0, 15, 0)]), at(2));
+    harness.controller.record_load_balancer_traffic(
+        lb2_session,
+        &build_traffic_message(&[(0, 15, 0)]),
+        now_at_seconds(2),
+    );
     // More connections were closed than were open, because of a retransmitted FIN.
-    assert_eq!(harness.open_connection_counts(at(2)), [125, 0]);
-    harness.send_report(&session, 2, 124, at(3));
-    assert_eq!(harness.open_connection_counts(at(3)), [124, 0]);
+    assert_eq!(harness.open_connection_counts(now_at_seconds(2)), [125, 0]);
+    harness.send_report(&session, 2, 124, now_at_seconds(3));
+    assert_eq!(harness.open_connection_counts(now_at_seconds(3)), [124, 0]);
     // Both load balancers report rates of 30 and 5 connections in two seconds, with ten packets each.
-    let pool = harness.controller.compute_pool(&harness.controller.services[0], at(3));
+    let pool = harness.controller.compute_pool(&harness.controller.services[0], now_at_seconds(3));
     assert_eq!(pool.servers()[0].traffic.unwrap().packets_per_second, 175.0);
 }
 
 #[test]
 fn opened_connections_are_counted_by_load_balancers() {
-    let mut harness = Harness::new(&["", ""], "");
-    let take_opened_connection_count = |harness: &mut Harness| {
+    let mut harness = PoolHarness::new(&["", ""], "");
+    let take_opened_connection_count = |harness: &mut PoolHarness| {
         harness.controller.load_balancers.take_opened_connection_count(ServiceIndex::new(0).unwrap())
     };
-    let lb1_session = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
-    let lb2_session = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
-    let report_traffic = |harness: &mut Harness, session, server_counts: &[(u64, u64, u64)], now| {
-        harness.controller.record_load_balancer_traffic(session, &traffic_message(server_counts), now);
+    let lb1_session = harness.controller.register_load_balancer("lb1", now_at_seconds(0)).unwrap();
+    let lb2_session = harness.controller.register_load_balancer("lb2", now_at_seconds(0)).unwrap();
+    let report_traffic = |harness: &mut PoolHarness, session, server_counts: &[(u64, u64, u64)], now| {
+        harness.controller.record_load_balancer_traffic(session, &build_traffic_message(server_counts), now);
     };
-    report_traffic(&mut harness, lb1_session, &[(0, 1000, 0), (1, 500, 0)], at(1));
+    report_traffic(&mut harness, lb1_session, &[(0, 1000, 0), (1, 500, 0)], now_at_seconds(1));
     assert_eq!(take_opened_connection_count(&mut harness), None, "the new part is unknown");
-    report_traffic(&mut harness, lb1_session, &[(0, 1010, 0), (1, 505, 0)], at(2));
-    report_traffic(&mut harness, lb2_session, &[(0, 77, 0)], at(2));
+    report_traffic(&mut harness, lb1_session, &[(0, 1010, 0), (1, 505, 0)], now_at_seconds(2));
+    report_traffic(&mut harness, lb2_session, &[(0, 77, 0)], now_at_seconds(2));
     assert_eq!(take_opened_connection_count(&mut harness), Some(15));
-    report_traffic(&mut harness, lb1_session, &[(0, 1011, 0), (1, 505, 0)], at(3));
-    report_traffic(&mut harness, lb1_session, &[(0, 1012, 0), (1, 505, 0)], at(4));
-    report_traffic(&mut harness, lb2_session, &[(0, 80, 0)], at(4));
+    report_traffic(&mut harness, lb1_session, &[(0, 1011, 0), (1, 505, 0)], now_at_seconds(3));
+    report_traffic(&mut harness, lb1_session, &[(0, 1012, 0), (1, 505, 0)], now_at_seconds(4));
+    report_traffic(&mut harness, lb2_session, &[(0, 80, 0)], now_at_seconds(4));
     assert_eq!(take_opened_connection_count(&mut harness), Some(2 + 3), "twice before it was asked");
-    report_traffic(&mut harness, lb2_session, &[(0, 4, 0)], at(5));
+    report_traffic(&mut harness, lb2_session, &[(0, 4, 0)], now_at_seconds(5));
     assert_eq!(take_opened_connection_count(&mut harness), Some(0));
-    report_traffic(&mut harness, lb2_session, &[(0, 10, 0)], at(6));
+    report_traffic(&mut harness, lb2_session, &[(0, 10, 0)], now_at_seconds(6));
     assert_eq!(take_opened_connection_count(&mut harness), Some(6));
 }
 
@@ -204,14 +221,23 @@ fn opened_connections_are_counted_by_load_balancers() {
 fn packet_placement_uses_the_mean_load_of_cores() {
     let unequal_busy_ns = [0, 80_000_000];
     let core_loads_in_table = |service: &str| {
-        let mut harness = Harness::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
+        let mut harness = PoolHarness::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
         for (n, busy_ns) in [unequal_busy_ns, [60_000_000; 2]].iter().enumerate() {
-            let session = harness.controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap();
-            harness.controller.record_report(&session, Ok(plain_report(1, at(0), &[0; 2])), at(0)).unwrap();
-            harness.controller.record_report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
+            let session = harness.controller.register_agent(&format!("s{n}"), "test", now_at_seconds(0)).unwrap();
+            harness
+                .controller
+                .record_report(&session, Ok(build_plain_report(1, now_at_seconds(0), &[0; 2])), now_at_seconds(0))
+                .unwrap();
+            harness
+                .controller
+                .record_report(&session, Ok(build_plain_report(2, now_at_seconds(1), busy_ns)), now_at_seconds(1))
+                .unwrap();
         }
-        let pool = harness.controller.compute_pool(&harness.controller.services[0], at(1));
-        pool.servers().iter().map(|server| server.loads.as_ref().unwrap().cores().unwrap().to_vec()).collect::<Vec<_>>()
+        let pool = harness.controller.compute_pool(&harness.controller.services[0], now_at_seconds(1));
+        pool.servers()
+            .iter()
+            .map(|server| server.loads.as_ref().unwrap().core_loads().unwrap().to_vec())
+            .collect::<Vec<_>>()
     };
     let tcp_service_loads = core_loads_in_table("");
     assert!(tcp_service_loads[0][0] == 0.0 && tcp_service_loads[0][1] > tcp_service_loads[1][0]);
@@ -222,104 +248,114 @@ fn packet_placement_uses_the_mean_load_of_cores() {
 
 #[test]
 fn previous_servers_of_buckets_are_sent_to_agents() {
-    let mut harness = Harness::new(&["", "", ""], "");
-    let sessions: Vec<Session> = (0..2).map(|n| harness.connect_agent(n, 0, at(0))).collect();
-    let old_servers = harness.make_table(at(0)).consistent_servers;
-    assert!(harness.make_table(at(0)).previous_consistent_servers.is_empty());
+    let mut harness = PoolHarness::new(&["", "", ""], "");
+    let sessions: Vec<AgentSession> = (0..2).map(|n| harness.connect_agent(n, 0, now_at_seconds(0))).collect();
+    let old_servers = harness.make_table(now_at_seconds(0)).consistent_servers;
+    assert!(harness.make_table(now_at_seconds(0)).previous_consistent_servers.is_empty());
     assert_eq!(harness.controller.take_changed_bucket_histories().len(), 1);
     assert!(harness.controller.take_changed_bucket_histories().is_empty());
     let change_count = harness.controller.predecessor_change_count();
-    harness.configure(&["", "", "state = \"draining\""], "", at(1));
-    let table = harness.make_table(at(1));
+    harness.configure(&["", "", "state = \"draining\""], "", now_at_seconds(1));
+    let table = harness.make_table(now_at_seconds(1));
     for (bucket, (old, new)) in old_servers.iter().zip(&table.consistent_servers).enumerate() {
         assert_eq!(table.previous_consistent_servers[bucket], (old != new).then_some(*old));
     }
     assert!(harness.controller.predecessor_change_count() > change_count);
     for session in &sessions {
         let previous_servers = harness.controller.agent_configuration(session).unwrap().previous_servers;
-        assert_eq!(previous_servers.iter().map(|server| server.id).collect::<Vec<_>>(), [id(2)]);
+        assert_eq!(previous_servers.iter().map(|server| server.id).collect::<Vec<_>>(), [server_id(2)]);
     }
     // A new controller process continues from the records.
     let (name, history) = harness.controller.take_changed_bucket_histories().remove(0);
     harness.records.services.get_mut(&name).unwrap().bucket_history = history;
     harness.controller =
         Controller::new(Fleet::new(&fleet_config(&["", "", "state = \"draining\""], ""), &harness.records));
-    assert_eq!(harness.make_table(at(2)).previous_consistent_servers, table.previous_consistent_servers);
+    assert_eq!(harness.make_table(now_at_seconds(2)).previous_consistent_servers, table.previous_consistent_servers);
     // No server forwards packets if the bucket does not determine their server.
-    harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
-    let session = harness.connect_agent(0, 0, at(3));
-    harness.make_table(at(3));
+    harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", now_at_seconds(3));
+    let session = harness.connect_agent(0, 0, now_at_seconds(3));
+    harness.make_table(now_at_seconds(3));
     assert!(harness.controller.agent_configuration(&session).unwrap().previous_servers.is_empty());
 }
 
 #[test]
 fn silent_load_balancers_count_as_lost() {
-    let mut harness = Harness::new(&[""], "");
-    let session = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
-    let rejection = harness.controller.register_load_balancer("lb1", at(12)).unwrap_err();
+    let mut harness = PoolHarness::new(&[""], "");
+    let session = harness.controller.register_load_balancer("lb1", now_at_seconds(10)).unwrap();
+    let rejection = harness.controller.register_load_balancer("lb1", now_at_seconds(12)).unwrap_err();
     assert!(rejection.ends_session());
     assert_eq!(
         rejection.to_string(),
         "load balancer \"lb1\" is connected already, last message 2000 ms ago: expected a unique name"
     );
-    let newer_session = harness.controller.register_load_balancer("lb1", at(20)).unwrap();
-    assert!(!harness.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");
-    assert!(harness.controller.load_balancers.disconnect(newer_session, at(21)));
-    let is_alive = |harness: &Harness, now: Duration| {
-        !harness.controller.live_load_balancers(Now { monotonic: now, wall: now, record_time: now }).is_empty()
+    let newer_session = harness.controller.register_load_balancer("lb1", now_at_seconds(20)).unwrap();
+    assert!(!harness.controller.load_balancers.end_session(session, now_at_seconds(20)), "it is another's by now");
+    assert!(harness.controller.load_balancers.end_session(newer_session, now_at_seconds(21)));
+    let is_load_balancer_alive = |harness: &PoolHarness, now: Duration| {
+        !harness
+            .controller
+            .live_load_balancer_names(Now { monotonic_time: now, wall_time: now, record_time: now })
+            .is_empty()
     };
     let session_end_time = Duration::from_secs(21);
     assert!(
-        is_alive(&harness, session_end_time + LOAD_BALANCER_TIMEOUT - Duration::from_millis(1))
-            && !is_alive(&harness, session_end_time + LOAD_BALANCER_TIMEOUT)
+        is_load_balancer_alive(&harness, session_end_time + LOAD_BALANCER_TIMEOUT - Duration::from_millis(1))
+            && !is_load_balancer_alive(&harness, session_end_time + LOAD_BALANCER_TIMEOUT)
     );
-    let silent_session = harness.controller.register_load_balancer("lb1", at(30)).unwrap();
+    let silent_session = harness.controller.register_load_balancer("lb1", now_at_seconds(30)).unwrap();
     let last_message_time = Duration::from_secs(30);
     assert!(
-        is_alive(&harness, Duration::from_secs(31)) && !is_alive(&harness, last_message_time + LOAD_BALANCER_TIMEOUT)
+        is_load_balancer_alive(&harness, Duration::from_secs(31))
+            && !is_load_balancer_alive(&harness, last_message_time + LOAD_BALANCER_TIMEOUT)
     );
     harness.controller.record_load_balancer_state(
         silent_session,
         coreward_wire::v1::LoadBalancerState::default(),
-        at(40),
+        now_at_seconds(40),
     );
-    assert!(is_alive(&harness, Duration::from_secs(41)));
+    assert!(is_load_balancer_alive(&harness, Duration::from_secs(41)));
     // After the controller's start, load balancers on record have time to return.
     harness.records.register_load_balancer("lb1", None);
     let controller = Controller::new(Fleet::new(&fleet_config(&[""], ""), &harness.records));
-    assert_eq!((controller.live_load_balancers(at(4)).len(), controller.live_load_balancers(at(5)).len()), (1, 0));
+    assert_eq!(
+        (
+            controller.live_load_balancer_names(now_at_seconds(4)).len(),
+            controller.live_load_balancer_names(now_at_seconds(5)).len()
+        ),
+        (1, 0)
+    );
 }
 
 /// Asserts that servers with LB-side stamping need no agents. Without any agent, there is a table, and all load
 /// balancers have the same time key over any rotation. No rotation waits for servers that do not stamp.
 #[test]
 fn servers_with_lb_stamping_need_no_agent() {
-    let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
-    assert_eq!(harness.make_table(at(10)).members.len(), 2);
+    let mut harness = PoolHarness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
+    assert_eq!(harness.make_table(now_at_seconds(10)).members.len(), 2);
     let fleet = &harness.controller.fleet;
     let configuration = fleet.load_balancer_configuration(|_| true);
     let time_key = configuration.services[0].time_key.expect("load balancers stamp");
     let server = ServerId::try_from(1).unwrap();
     assert!(!fleet.is_stamping_server(server));
     assert!(!fleet.agent_configuration(server, &BTreeSet::new()).services[0].mode.is_stamped_by_servers());
-    assert!(harness.controller.keys(at(10)).pending_peers.is_empty());
+    assert!(harness.controller.keys(now_at_seconds(10)).pending_peers.is_empty());
 
     let (address, client) = (configuration.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.vip_and_port).unwrap();
     let tsecr = lb_stamping::stamp_tsval(&configuration.keys, &time_key, &tuple, server, 5);
     let packet = ExplainedPacket::Established { tsecr: Some(tsecr), is_reset: false };
-    let explanation = harness.controller.explain(address, client, packet, at(10)).unwrap();
+    let explanation = harness.controller.explain_packet(address, client, packet, now_at_seconds(10)).unwrap();
     assert_eq!(explanation.chosen_server.as_deref(), Some("s1"), "{}", explanation.reason);
     let reset_packet = ExplainedPacket::Established { tsecr: None, is_reset: true };
-    let explanation = harness.controller.explain(address, client, reset_packet, at(10)).unwrap();
+    let explanation = harness.controller.explain_packet(address, client, reset_packet, now_at_seconds(10)).unwrap();
     assert!(explanation.chosen_server.is_none() && explanation.reason.contains("is dropped"), "{}", explanation.reason);
 
     harness.records.key_ring.announce_next_key(true, 2, &mut seeded_rng(8, 0));
-    harness.records.key_ring.switch_to_next_key(at(20).wall, 3);
-    harness.configure(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n", at(20));
+    harness.records.key_ring.switch_to_next_key(now_at_seconds(20).wall_time, 3);
+    harness.configure(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n", now_at_seconds(20));
     let rotated_configuration = harness.controller.fleet.load_balancer_configuration(|_| true);
     assert_ne!(rotated_configuration.keys, configuration.keys);
     assert_eq!(rotated_configuration.services[0].time_key, Some(time_key));
-    harness.configure(&["", ""], "policy = \"rr\"\n", at(30));
+    harness.configure(&["", ""], "policy = \"rr\"\n", now_at_seconds(30));
     assert_eq!(harness.controller.fleet.load_balancer_configuration(|_| true).services[0].time_key, None);
 }

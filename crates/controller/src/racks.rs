@@ -16,9 +16,9 @@ use coreward_wire::{
 };
 
 use super::pool::places_each_datagram;
-use super::rejection::Rejection;
+use super::rejection::MessageRejection;
 use super::service::Service;
-use super::{Controller, Now, Session};
+use super::{AgentSession, Controller, Now};
 
 /// Maximum rate of full reports from all agents behind racks. It is a tenth of what a controller without racks can
 /// process.
@@ -33,7 +33,7 @@ pub struct Racks {
     by_name: BTreeMap<String, Rack>,
     last_session_number: u64,
     /// Number of changes so far that may affect the configurations of all racks.
-    pub change_count: u64,
+    pub shared_change_count: u64,
 }
 
 /// Version of one rack's configuration. The configuration is sent again when its version has changed.
@@ -47,27 +47,27 @@ pub struct RackConfigVersion {
 #[derive(Debug)]
 struct Rack {
     /// Session of the rack while it is connected.
-    session: Option<u64>,
-    version: String,
+    session_number: Option<u64>,
+    daemon_version: String,
     /// Time of the rack's last message, since the controller's start.
     last_message_at: Duration,
-    sessions_by_stream: BTreeMap<u64, Session>,
+    sessions_by_stream: BTreeMap<u64, AgentSession>,
     /// Number of changes of this rack's agents so far. If all racks shared one number, every change would be sent to
     /// all racks. With hundreds of racks, that would take a quarter of a CPU.
     agent_change_count: u64,
-    summaries_by_service: BTreeMap<ServiceIndex, ReceivedSummary>,
+    summaries_by_service: BTreeMap<ServiceIndex, ReceivedRackSummary>,
 }
 
 #[derive(Debug)]
-struct ReceivedSummary {
+struct ReceivedRackSummary {
     summary: Arc<RackSummary>,
     /// Time at which the summary expires, since the controller's start.
     expires_at: Duration,
 }
 
-impl ReceivedSummary {
+impl ReceivedRackSummary {
     fn is_valid(&self, now: Now) -> bool {
-        now.monotonic <= self.expires_at
+        now.monotonic_time <= self.expires_at
     }
 }
 
@@ -90,7 +90,7 @@ pub struct RackRelay {
 
 /// Reason why a rack's summaries are rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum SummaryRejection {
+pub enum RackSummaryRejection {
     #[error(transparent)]
     Malformed(#[from] WireError),
     /// The agent of this server is not connected through the rack, so the rack must not report the server.
@@ -100,11 +100,11 @@ pub enum SummaryRejection {
 
 impl Racks {
     fn find_by_session(&mut self, session: u64) -> Option<&mut Rack> {
-        self.by_name.values_mut().find(|rack| rack.session == Some(session))
+        self.by_name.values_mut().find(|rack| rack.session_number == Some(session))
     }
 
-    fn connected_rack(&self, session: u64) -> Option<(&String, &Rack)> {
-        self.by_name.iter().find(|(_, rack)| rack.session == Some(session))
+    fn find_connected_rack(&self, session: u64) -> Option<(&String, &Rack)> {
+        self.by_name.iter().find(|(_, rack)| rack.session_number == Some(session))
     }
 
     /// Returns the valid summaries that contain servers of the service.
@@ -137,7 +137,7 @@ impl Racks {
         is_relayed_by_id
     }
 
-    pub fn begin_agent_session(&mut self, relay: &RackRelay, session: &Session) {
+    pub fn begin_agent_session(&mut self, relay: &RackRelay, session: &AgentSession) {
         if let Some(rack) = self.find_by_session(relay.rack_session) {
             rack.agent_change_count += 1;
             rack.sessions_by_stream.insert(relay.stream_number, session.clone());
@@ -167,20 +167,21 @@ impl Racks {
 
 impl Controller {
     pub(super) fn rack_statuses(&self, now: Now) -> Vec<RackStatus> {
-        let mut connected_racks = self.racks.by_name.iter().filter(|(_, rack)| rack.session.is_some()).peekable();
+        let mut connected_racks =
+            self.racks.by_name.iter().filter(|(_, rack)| rack.session_number.is_some()).peekable();
         if connected_racks.peek().is_none() {
             return Vec::new();
         }
-        let permitted_server_counts = self.fleet.rack_server_counts();
+        let permitted_server_counts = self.fleet.server_counts_by_rack();
         let status_of_rack = |(name, rack): (&String, &Rack)| {
             let mut server_names: Vec<String> =
-                rack.sessions_by_stream.values().map(|session| session.server().to_owned()).collect();
+                rack.sessions_by_stream.values().map(|session| session.server_name().to_owned()).collect();
             // The names are sorted, because agents connect in any order.
             server_names.sort_unstable();
             RackStatus {
                 name: name.clone(),
-                version: rack.version.clone(),
-                last_message_age_ms: now.monotonic.saturating_sub(rack.last_message_at).as_millis() as u32,
+                version: rack.daemon_version.clone(),
+                last_message_age_ms: now.monotonic_time.saturating_sub(rack.last_message_at).as_millis() as u32,
                 servers: server_names,
                 permitted_servers: permitted_server_counts.server_count(name),
             }
@@ -189,22 +190,26 @@ impl Controller {
     }
 
     /// Checks that the fleet document allows a rack with this name. Fails if it does not.
-    fn require_allowed_rack(&self, name: &str) -> Result<(), Rejection> {
+    fn require_allowed_rack(&self, name: &str) -> Result<(), MessageRejection> {
         let is_allowed = self.fleet.allowed_racks.as_ref().is_none_or(|racks| racks.contains(name));
-        if is_allowed { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
+        if is_allowed { Ok(()) } else { Err(MessageRejection::UnknownRack(name.to_owned())) }
     }
 
     /// Checks that the agent may report for the server through its rack. Fails if it may not. An agent without a rack
     /// proves its identity by its certificate. A rack authenticates its agents itself, so the fleet document limits the
     /// servers for which it may report.
-    pub(super) fn require_allowed_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
+    pub(super) fn require_allowed_relay(
+        &self,
+        id: ServerId,
+        relay: Option<&RackRelay>,
+    ) -> Result<(), MessageRejection> {
         let Some(RackRelay { rack_name: name, .. }) =
             relay.filter(|relay| !self.fleet.may_connect_through_rack(id, &relay.rack_name))
         else {
             return Ok(());
         };
-        let permitted_racks = self.fleet.server_allowed_racks(id).into_iter().flatten().cloned().collect();
-        Err(Rejection::ForeignRack {
+        let permitted_racks = self.fleet.racks_allowed_for_server(id).into_iter().flatten().cloned().collect();
+        Err(MessageRejection::ForeignRack {
             server: self.fleet.servers[&id].name.clone(),
             rack: name.to_string(),
             racks: permitted_racks,
@@ -213,25 +218,25 @@ impl Controller {
 
     /// Registers a rack and returns its session. Fails if a rack with this name is connected and has reported recently,
     /// or if the fleet document does not list the rack.
-    pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
+    pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, MessageRejection> {
         let rack_check_result = self.require_allowed_rack(name);
         self.count_rejection(rack_check_result)?;
         let racks = &mut self.racks;
-        if let Some(connected_rack) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
-            let since_last_message = now.monotonic.saturating_sub(connected_rack.last_message_at);
+        if let Some(connected_rack) = racks.by_name.get(name).filter(|rack| rack.session_number.is_some()) {
+            let since_last_message = now.monotonic_time.saturating_sub(connected_rack.last_message_at);
             if since_last_message <= LOAD_BALANCER_TIMEOUT {
-                let rejection = Rejection::DuplicateRack { name: name.to_owned(), since_last_message };
+                let rejection = MessageRejection::DuplicateRack { name: name.to_owned(), since_last_message };
                 return self.count_rejection(Err(rejection));
             }
         }
-        racks.by_name.retain(|_, rack| rack.session.is_some() || rack.valid_summaries(now).next().is_some());
+        racks.by_name.retain(|_, rack| rack.session_number.is_some() || rack.valid_summaries(now).next().is_some());
         racks.last_session_number += 1;
         let old_rack = racks.by_name.remove(name);
         let summaries = old_rack.map(|old| old.summaries_by_service).unwrap_or_default();
         let rack = Rack {
-            session: Some(racks.last_session_number),
-            version: version.to_owned(),
-            last_message_at: now.monotonic,
+            session_number: Some(racks.last_session_number),
+            daemon_version: version.to_owned(),
+            last_message_at: now.monotonic_time,
             sessions_by_stream: BTreeMap::new(),
             agent_change_count: 0,
             summaries_by_service: summaries,
@@ -243,14 +248,14 @@ impl Controller {
     /// Ends a rack's session. The rack's summaries remain valid until they expire.
     pub fn disconnect_rack(&mut self, session: u64) {
         if let Some(rack) = self.racks.find_by_session(session) {
-            rack.session = None;
+            rack.session_number = None;
             rack.sessions_by_stream.clear();
         }
     }
 
     pub fn record_rack_message(&mut self, session: u64, now: Now) {
         if let Some(rack) = self.racks.find_by_session(session) {
-            rack.last_message_at = now.monotonic;
+            rack.last_message_at = now.monotonic_time;
         }
     }
 
@@ -261,8 +266,8 @@ impl Controller {
         session: u64,
         messages: &[v1::RackSummary],
         now: Now,
-    ) -> Result<(), SummaryRejection> {
-        let Some((_, rack)) = self.racks.connected_rack(session) else { return Ok(()) };
+    ) -> Result<(), RackSummaryRejection> {
+        let Some((_, rack)) = self.racks.find_connected_rack(session) else { return Ok(()) };
         let mut rack_servers: Vec<ServerId> = self.agent_streams(rack).map(|(_, id)| id).collect();
         rack_servers.sort_unstable();
         let mut new_summaries = BTreeMap::new();
@@ -278,15 +283,15 @@ impl Controller {
             if let Some(foreign_server) =
                 summary.servers.iter().find(|server| rack_servers.binary_search(&server.id).is_err())
             {
-                return Err(SummaryRejection::ForeignServer(foreign_server.id));
+                return Err(RackSummaryRejection::ForeignServer(foreign_server.id));
             }
             new_summaries.insert(service, Arc::new(summary));
         }
-        let expires_at = now.monotonic + SUMMARY_VALIDITY_INTERVALS * self.fleet.report_interval;
+        let expires_at = now.monotonic_time + SUMMARY_VALIDITY_INTERVALS * self.fleet.report_interval;
         if let Some(rack) = self.racks.find_by_session(session) {
             rack.summaries_by_service.retain(|_, received_summary| received_summary.is_valid(now));
             let to_received_summary = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
-                (*service, ReceivedSummary { summary: summary.clone(), expires_at })
+                (*service, ReceivedRackSummary { summary: summary.clone(), expires_at })
             };
             rack.summaries_by_service.extend(new_summaries.iter().map(to_received_summary));
         }
@@ -297,9 +302,9 @@ impl Controller {
     }
 
     pub fn rack_config_version(&self, session: u64) -> RackConfigVersion {
-        let rack_version = self.racks.connected_rack(session).map_or(0, |(_, rack)| rack.agent_change_count);
+        let rack_version = self.racks.find_connected_rack(session).map_or(0, |(_, rack)| rack.agent_change_count);
         RackConfigVersion {
-            all_racks_version: self.racks.change_count,
+            all_racks_version: self.racks.shared_change_count,
             rack_version,
             detail_interval: self.racks.detail_interval(),
         }
@@ -307,15 +312,15 @@ impl Controller {
 
     /// Returns a rack's configuration, or `None` if the rack is disconnected. Fails if the fleet document lists racks,
     /// but not this one.
-    pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
-        let Some((name, rack)) = self.racks.connected_rack(session) else { return Ok(None) };
+    pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, MessageRejection> {
+        let Some((name, rack)) = self.racks.find_connected_rack(session) else { return Ok(None) };
         self.require_allowed_rack(name)?;
-        let rack_server = |(stream_number, id): (u64, ServerId)| {
+        let to_rack_server = |(stream_number, id): (u64, ServerId)| {
             let fleet_server = &self.fleet.servers[&id];
             RackServer { stream_number, id, weight: fleet_server.weight, capacity: fleet_server.capacity }
         };
-        let servers: Vec<RackServer> = self.agent_streams(rack).map(rack_server).collect();
-        let rack_services = self.services.iter().map(|service| self.rack_service(service, &servers, now));
+        let servers: Vec<RackServer> = self.agent_streams(rack).map(to_rack_server).collect();
+        let rack_services = self.services.iter().map(|service| self.build_rack_service(service, &servers, now));
         Ok(Some(RackConfiguration {
             report_interval: self.fleet.report_interval,
             detail_interval: self.racks.detail_interval(),
@@ -329,14 +334,14 @@ impl Controller {
     /// elsewhere.
     fn agent_streams<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
         rack.sessions_by_stream.iter().filter_map(|(stream, session)| {
-            let id = self.fleet.server_id(session.server())?;
-            (self.agent_session(id) == Some(session.number())).then_some((*stream, id))
+            let id = self.fleet.server_id(session.server_name())?;
+            (self.live_agent_session_number(id) == Some(session.session_number())).then_some((*stream, id))
         })
     }
 
-    fn rack_service(&self, service: &Service, servers: &[RackServer], now: Now) -> RackService {
+    fn build_rack_service(&self, service: &Service, servers: &[RackServer], now: Now) -> RackService {
         let fleet_service = service.configuration();
-        let rack_member = |server: &RackServer| RackMember {
+        let to_rack_member = |server: &RackServer| RackMember {
             id: server.id,
             is_eligible: self.takes_new_connections(service, server.id, now),
             has_full_share: service.slow_start_fraction(server.id, now) >= 1.0
@@ -350,7 +355,7 @@ impl Controller {
             members: servers
                 .iter()
                 .filter(|server| fleet_service.members.contains_key(&server.id))
-                .map(rack_member)
+                .map(to_rack_member)
                 .collect(),
         }
     }

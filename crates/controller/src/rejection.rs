@@ -2,23 +2,24 @@
 
 use std::time::Duration;
 
-use coreward_model::load::RejectedReadings;
-use coreward_wire::ReportError;
+use coreward_model::load::CoreReadingsRejection;
+use coreward_wire::AgentReportError;
 
-use super::token_bucket::Quota;
+use super::token_bucket::TokenBucketQuota;
 
 /// Maximum time by which a report may be ahead of the controller's wall clock without a warning, the worst case of NTP.
 pub const MAX_CLOCK_LEAD: Duration = Duration::from_secs(1);
 
 /// Rate limit of registrations under one name, because a failing daemon may restart repeatedly.
-pub const REGISTRATION_QUOTA: Quota = Quota { token_interval: Duration::from_secs(1), burst: 30 };
+pub const REGISTRATION_QUOTA: TokenBucketQuota =
+    TokenBucketQuota { token_interval: Duration::from_secs(1), max_burst: 30 };
 /// Maximum number of reports that may arrive together after an interruption of the network.
-pub const REPORT_BURST: u32 = 64;
+pub const MAX_REPORT_BURST: u32 = 64;
 pub const MAX_LOAD_BALANCERS: usize = 1024;
 
 /// Reason why the controller rejects a report or a registration. Components that are already running continue.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum Rejection {
+pub enum MessageRejection {
     #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
     UnknownServer(String),
     #[error(
@@ -79,13 +80,13 @@ pub enum Rejection {
     #[error("load balancer {0:?} is one more than {MAX_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten")]
     TooManyLoadBalancers(String),
     #[error(transparent)]
-    InvalidReadings(#[from] RejectedReadings),
+    InvalidReadings(#[from] CoreReadingsRejection),
     #[error(transparent)]
-    MalformedReport(#[from] ReportError),
+    MalformedReport(#[from] AgentReportError),
 }
 
-impl Rejection {
-    /// All results of [`Rejection::counter_name`], which are names of counters in `coreward status`.
+impl MessageRejection {
+    /// All results of [`MessageRejection::counter_name`], which are names of counters in `coreward status`.
     pub const COUNTER_NAMES: [&'static str; 18] = [
         "unknown_server",
         "duplicate_session",
@@ -110,24 +111,24 @@ impl Rejection {
     /// Returns the name of the counter for this reason.
     pub fn counter_name(&self) -> &'static str {
         match self {
-            Rejection::UnknownServer(_) => "unknown_server",
-            Rejection::DuplicateSession { .. } => "duplicate_session",
-            Rejection::DuplicateLoadBalancer { .. } => "duplicate_load_balancer",
-            Rejection::DuplicateRack { .. } => "duplicate_rack",
-            Rejection::UnknownRack(_) => "unknown_rack",
-            Rejection::UnknownLoadBalancer(_) => "unknown_load_balancer",
-            Rejection::ForeignRack { .. } => "foreign_rack",
-            Rejection::Superseded(_) => "superseded",
-            Rejection::InvalidReadings(RejectedReadings::OutOfOrder { .. }) => "out_of_order",
-            Rejection::InvalidReadings(RejectedReadings::ClockStalled { .. }) => "clock_stalled",
-            Rejection::InvalidReadings(RejectedReadings::NoCores) => "no_cores",
-            Rejection::MalformedReport(ReportError::InvalidRss(_)) => "malformed_rss",
-            Rejection::InvalidReadings(RejectedReadings::ImpossibleLoad { .. }) => "impossible_load",
-            Rejection::MalformedReport(ReportError::TimeToLiveMsOutOfRange(_)) => "time_to_live",
-            Rejection::MalformedReport(ReportError::TooLarge { .. }) => "too_large",
-            Rejection::TooManyReports(_) => "too_often",
-            Rejection::TooManyRegistrations(_) => "too_many_registrations",
-            Rejection::TooManyLoadBalancers(_) => "too_many_load_balancers",
+            MessageRejection::UnknownServer(_) => "unknown_server",
+            MessageRejection::DuplicateSession { .. } => "duplicate_session",
+            MessageRejection::DuplicateLoadBalancer { .. } => "duplicate_load_balancer",
+            MessageRejection::DuplicateRack { .. } => "duplicate_rack",
+            MessageRejection::UnknownRack(_) => "unknown_rack",
+            MessageRejection::UnknownLoadBalancer(_) => "unknown_load_balancer",
+            MessageRejection::ForeignRack { .. } => "foreign_rack",
+            MessageRejection::Superseded(_) => "superseded",
+            MessageRejection::InvalidReadings(CoreReadingsRejection::OutOfOrder { .. }) => "out_of_order",
+            MessageRejection::InvalidReadings(CoreReadingsRejection::ClockStalled { .. }) => "clock_stalled",
+            MessageRejection::InvalidReadings(CoreReadingsRejection::NoCores) => "no_cores",
+            MessageRejection::MalformedReport(AgentReportError::InvalidRss(_)) => "malformed_rss",
+            MessageRejection::InvalidReadings(CoreReadingsRejection::ImpossibleLoad { .. }) => "impossible_load",
+            MessageRejection::MalformedReport(AgentReportError::TimeToLiveMsOutOfRange(_)) => "time_to_live",
+            MessageRejection::MalformedReport(AgentReportError::TooLarge { .. }) => "too_large",
+            MessageRejection::TooManyReports(_) => "too_often",
+            MessageRejection::TooManyRegistrations(_) => "too_many_registrations",
+            MessageRejection::TooManyLoadBalancers(_) => "too_many_load_balancers",
         }
     }
 
@@ -135,16 +136,16 @@ impl Rejection {
     pub fn ends_session(&self) -> bool {
         matches!(
             self,
-            Rejection::UnknownServer(_)
-                | Rejection::DuplicateSession { .. }
-                | Rejection::DuplicateLoadBalancer { .. }
-                | Rejection::DuplicateRack { .. }
-                | Rejection::UnknownRack(_)
-                | Rejection::UnknownLoadBalancer(_)
-                | Rejection::ForeignRack { .. }
-                | Rejection::Superseded(_)
-                | Rejection::TooManyRegistrations(_)
-                | Rejection::TooManyLoadBalancers(_)
+            MessageRejection::UnknownServer(_)
+                | MessageRejection::DuplicateSession { .. }
+                | MessageRejection::DuplicateLoadBalancer { .. }
+                | MessageRejection::DuplicateRack { .. }
+                | MessageRejection::UnknownRack(_)
+                | MessageRejection::UnknownLoadBalancer(_)
+                | MessageRejection::ForeignRack { .. }
+                | MessageRejection::Superseded(_)
+                | MessageRejection::TooManyRegistrations(_)
+                | MessageRejection::TooManyLoadBalancers(_)
         )
     }
 }

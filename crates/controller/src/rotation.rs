@@ -6,13 +6,13 @@ use coreward_api::types::{KeyPhase as ShownPhase, Keys};
 
 use super::load_balancers::{LoadBalancer, START_GRACE_PERIOD};
 use super::{Controller, Now};
-use coreward_fleet::fleet::{AdminState, FleetServer};
-use coreward_fleet::key_ring::KeyPhase;
+use coreward_fleet::fleet::{FleetServer, ServerAdminState};
+use coreward_fleet::key_ring::KeyRotationPhase;
 use coreward_model::ServerId;
 
 /// Reason why a rotation of the cookie keys cannot currently begin or continue.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum RotationError {
+pub enum KeyRotationError {
     /// Connections may still use cookies of the key that would be overwritten.
     #[error(
         "the key in force is {} s old: expected at least {} s (`max_connection_lifetime`), as connections that have \
@@ -49,7 +49,7 @@ fn list_with_verb(names: &[String]) -> String {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KeyStep {
+pub enum KeyRotationStep {
     Announce {
         /// Whether the announcement does not wait for disconnected peers.
         is_forced: bool,
@@ -57,12 +57,14 @@ pub enum KeyStep {
     Switch,
 }
 
-impl KeyStep {
+impl KeyRotationStep {
     pub fn describe(self) -> &'static str {
         match self {
-            KeyStep::Announce { is_forced: false } => "the next key is being distributed",
-            KeyStep::Announce { is_forced: true } => "the next key is being distributed to all that are connected",
-            KeyStep::Switch => "the next key stamps from now on",
+            KeyRotationStep::Announce { is_forced: false } => "the next key is being distributed",
+            KeyRotationStep::Announce { is_forced: true } => {
+                "the next key is being distributed to all that are connected"
+            }
+            KeyRotationStep::Switch => "the next key stamps from now on",
         }
     }
 }
@@ -70,13 +72,13 @@ impl KeyStep {
 impl Controller {
     /// Returns the rotation step that is due without an operator's command: the switch once all peers have the next
     /// key, or the first step of a scheduled rotation. The error is the reason why the scheduled rotation cannot begin.
-    pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, RotationError> {
+    pub fn due_key_step(&self, now: Now) -> Result<Option<KeyRotationStep>, KeyRotationError> {
         let key_ring = &self.fleet.key_ring;
         match key_ring.phase {
-            KeyPhase::Announced { is_forced } => {
-                Ok(self.unconfirmed_peers(is_forced, now).is_empty().then_some(KeyStep::Switch))
+            KeyRotationPhase::Announced { is_forced } => {
+                Ok(self.unconfirmed_peers(is_forced, now).is_empty().then_some(KeyRotationStep::Switch))
             }
-            KeyPhase::Steady => {
+            KeyRotationPhase::Steady => {
                 let key_age = now.record_time.saturating_sub(key_ring.current_key_since);
                 let is_rotation_due = self.fleet.key_rotation_interval.is_some_and(|interval| key_age >= interval);
                 if is_rotation_due { self.announcement_step(false, now).map(Some) } else { Ok(None) }
@@ -86,42 +88,42 @@ impl Controller {
 
     /// Returns the first step of a rotation that the operator requests. Fails if a rotation is in progress, or if it
     /// would break connections and `is_forced` is not set.
-    pub fn requested_key_step(&self, is_forced: bool, now: Now) -> Result<KeyStep, RotationError> {
+    pub fn requested_key_step(&self, is_forced: bool, now: Now) -> Result<KeyRotationStep, KeyRotationError> {
         let key_ring = &self.fleet.key_ring;
-        if key_ring.phase == KeyPhase::Steady {
+        if key_ring.phase == KeyRotationPhase::Steady {
             return self.announcement_step(is_forced, now);
         }
         let unconfirmed_peers = self.unconfirmed_peers(is_forced, now);
         if unconfirmed_peers.is_empty() {
-            return Ok(KeyStep::Switch);
+            return Ok(KeyRotationStep::Switch);
         }
         // Connected peers will confirm the key, and a forced rotation does not wait for the others.
-        if is_forced && key_ring.phase == (KeyPhase::Announced { is_forced: false }) {
-            return Ok(KeyStep::Announce { is_forced: true });
+        if is_forced && key_ring.phase == (KeyRotationPhase::Announced { is_forced: false }) {
+            return Ok(KeyRotationStep::Announce { is_forced: true });
         }
-        Err(RotationError::UnderWay { peers: unconfirmed_peers, generation: key_ring.generation })
+        Err(KeyRotationError::UnderWay { peers: unconfirmed_peers, generation: key_ring.generation })
     }
 
-    fn announcement_step(&self, is_forced: bool, now: Now) -> Result<KeyStep, RotationError> {
+    fn announcement_step(&self, is_forced: bool, now: Now) -> Result<KeyRotationStep, KeyRotationError> {
         let key_ring = &self.fleet.key_ring;
         let key_age = now.record_time.saturating_sub(key_ring.current_key_since);
         let required_key_age = self.fleet.max_connection_lifetime;
         if key_age < required_key_age && !is_forced {
-            return Err(RotationError::KeyTooYoung { age: key_age, expected: required_key_age });
+            return Err(KeyRotationError::KeyTooYoung { age: key_age, expected: required_key_age });
         }
         let unconfirmed_peers = self.unconfirmed_peers(is_forced, now);
         if unconfirmed_peers.is_empty() {
-            Ok(KeyStep::Announce { is_forced })
+            Ok(KeyRotationStep::Announce { is_forced })
         } else {
-            Err(RotationError::Unconfirmed { peers: unconfirmed_peers, generation: key_ring.generation })
+            Err(KeyRotationError::Unconfirmed { peers: unconfirmed_peers, generation: key_ring.generation })
         }
     }
 
     /// Returns the peers that have not confirmed the present keys. Load balancers on record come first, followed by
     /// agents of servers that stamp cookies.
     fn unconfirmed_peers(&self, ignores_disconnected_peers: bool, now: Now) -> Vec<String> {
-        let unconfirmed_agent = |(id, server)| self.unconfirmed_agent(id, server, ignores_disconnected_peers, now);
-        let unconfirmed_agents = self.servers_after(None).filter_map(unconfirmed_agent);
+        let find_unconfirmed_agent = |(id, server)| self.unconfirmed_agent(id, server, ignores_disconnected_peers, now);
+        let unconfirmed_agents = self.servers_after_id(None).filter_map(find_unconfirmed_agent);
         self.unconfirmed_load_balancers(ignores_disconnected_peers, now).chain(unconfirmed_agents).collect()
     }
 
@@ -150,16 +152,17 @@ impl Controller {
         {
             return None;
         }
-        let is_starting = now.monotonic < START_GRACE_PERIOD;
+        let is_starting = now.monotonic_time < START_GRACE_PERIOD;
         let is_connected = agent.is_some_and(|agent| agent.session.is_some()) || is_starting;
-        let is_waited_for = is_connected || !(ignores_disconnected_peers || server.admin_state == AdminState::Left);
+        let is_waited_for =
+            is_connected || !(ignores_disconnected_peers || server.admin_state == ServerAdminState::Left);
         is_waited_for.then(|| format!("the agent of {}", server.name))
     }
 
     /// Returns the wall-clock time (s since 1970) at which the present key came into use, for display.
     fn key_start_unix_s(&self, now: Now) -> u64 {
         let key_age = now.record_time.saturating_sub(self.fleet.key_ring.current_key_since);
-        now.wall.saturating_sub(key_age).as_secs()
+        now.wall_time.saturating_sub(key_age).as_secs()
     }
 
     /// Returns the state of the keys. Its `waiting_for` lists only load balancers. [`Controller::agent_delaying_keys`]
@@ -170,8 +173,8 @@ impl Controller {
             current_key: key_ring.keys.current_key_index.get() as u32,
             current_since_unix_s: self.key_start_unix_s(now),
             rotation_phase: match key_ring.phase {
-                KeyPhase::Steady => ShownPhase::Steady,
-                KeyPhase::Announced { .. } => ShownPhase::Announced,
+                KeyRotationPhase::Steady => ShownPhase::Steady,
+                KeyRotationPhase::Announced { .. } => ShownPhase::Announced,
             },
             configuration_generation: key_ring.generation,
             pending_peers: self.unconfirmed_load_balancers(self.is_announcement_forced(), now).collect(),
@@ -185,14 +188,14 @@ impl Controller {
     }
 
     fn is_announcement_forced(&self) -> bool {
-        self.fleet.key_ring.phase == (KeyPhase::Announced { is_forced: true })
+        self.fleet.key_ring.phase == (KeyRotationPhase::Announced { is_forced: true })
     }
 
     #[cfg(test)]
     pub fn keys(&self, now: Now) -> Keys {
         let mut keys = self.keys_summary(now);
         keys.pending_peers
-            .extend(self.servers_after(None).filter_map(|(id, server)| self.agent_delaying_keys(id, server, now)));
+            .extend(self.servers_after_id(None).filter_map(|(id, server)| self.agent_delaying_keys(id, server, now)));
         keys
     }
 }

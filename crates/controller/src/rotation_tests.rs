@@ -5,18 +5,18 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use coreward_api::types::KeyPhase as ShownPhase;
-use coreward_config::Source;
+use coreward_config::TomlSource;
 use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{AgentReport, v1};
 use proptest::prelude::*;
 
-use super::rotation::{KeyStep, RotationError};
-use super::tests::plain_report;
-use super::{Controller, Now, Session};
+use super::rotation::{KeyRotationError, KeyRotationStep};
+use super::tests::build_plain_report;
+use super::{AgentSession, Controller, Now};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
-use coreward_fleet::key_ring::KeyPhase;
+use coreward_fleet::key_ring::KeyRotationPhase;
 use coreward_fleet::records::FleetRecords;
 
 const SERVER_COUNT: usize = 3;
@@ -28,23 +28,23 @@ fn fleet_config(additional_toml: &str, service_toml: &str) -> FleetConfig {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
     }
     text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{service_toml}");
-    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
+    FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).unwrap()
 }
 
 /// Load balancer or agent. The state of its data plane outlives its stream to the controller.
-struct Peer<S> {
+struct FakePeer<S> {
     keys_in_force: Option<FleetCookieKeys>,
-    stream: Option<Stream<S>>,
+    stream: Option<FakeStream<S>>,
 }
 
-struct Stream<S> {
+struct FakeStream<S> {
     session: S,
     /// Configurations that have been sent but not received yet, each with its generation and keys.
     undelivered_configurations: VecDeque<(u64, FleetCookieKeys)>,
     confirmed_generation: u64,
 }
 
-impl<S> Peer<S> {
+impl<S> FakePeer<S> {
     fn new() -> Self {
         Self { keys_in_force: None, stream: None }
     }
@@ -65,38 +65,38 @@ impl<S> Peer<S> {
     }
 }
 
-struct Harness {
+struct KeyRotationHarness {
     config: FleetConfig,
     records: FleetRecords,
     controller: Controller,
-    now: Duration,
-    load_balancers: Vec<Peer<u64>>,
-    agents: Vec<Peer<Session>>,
+    monotonic_time: Duration,
+    load_balancers: Vec<FakePeer<u64>>,
+    agents: Vec<FakePeer<AgentSession>>,
     report_sequence: u64,
-    rotation_count: u64,
+    started_rotation_count: u64,
 }
 
-impl Harness {
+impl KeyRotationHarness {
     fn new(config: FleetConfig) -> Self {
         let mut records = FleetRecords::generate(Duration::ZERO, &mut seeded_rng(5, 0));
         records.apply_document(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
-        let agents = (0..SERVER_COUNT).map(|_| Peer::new()).collect();
-        let load_balancers = vec![Peer::new(), Peer::new()];
+        let agents = (0..SERVER_COUNT).map(|_| FakePeer::new()).collect();
+        let load_balancers = vec![FakePeer::new(), FakePeer::new()];
         Self {
             config,
             records,
             controller,
-            now: Duration::ZERO,
+            monotonic_time: Duration::ZERO,
             load_balancers,
             agents,
             report_sequence: 0,
-            rotation_count: 0,
+            started_rotation_count: 0,
         }
     }
 
     fn now(&self) -> Now {
-        Now { monotonic: self.now, wall: self.now, record_time: self.now }
+        Now { monotonic_time: self.monotonic_time, wall_time: self.monotonic_time, record_time: self.monotonic_time }
     }
 
     fn newest_keys(&self) -> (u64, FleetCookieKeys) {
@@ -112,14 +112,14 @@ impl Harness {
         self.agents.iter_mut().for_each(|agent| agent.send_configuration(newest_keys));
     }
 
-    fn take_key_step(&mut self, step: KeyStep) {
-        let (generation, random) = (self.records.generation + 1, &mut seeded_rng(self.rotation_count, 9));
+    fn take_key_step(&mut self, step: KeyRotationStep) {
+        let (generation, random) = (self.records.generation + 1, &mut seeded_rng(self.started_rotation_count, 9));
         match step {
-            KeyStep::Announce { is_forced } => {
-                self.rotation_count += u64::from(self.records.key_ring.phase == KeyPhase::Steady);
+            KeyRotationStep::Announce { is_forced } => {
+                self.started_rotation_count += u64::from(self.records.key_ring.phase == KeyRotationPhase::Steady);
                 self.records.key_ring.announce_next_key(is_forced, generation, random);
             }
-            KeyStep::Switch => self.records.key_ring.switch_to_next_key(self.now, generation),
+            KeyRotationStep::Switch => self.records.key_ring.switch_to_next_key(self.monotonic_time, generation),
         }
         self.configure_and_send();
     }
@@ -131,7 +131,8 @@ impl Harness {
         let name = format!("lb{n}");
         let session = self.controller.register_load_balancer(&name, self.now()).unwrap();
         let undelivered_configurations = VecDeque::new();
-        self.load_balancers[n].stream = Some(Stream { session, undelivered_configurations, confirmed_generation: 0 });
+        self.load_balancers[n].stream =
+            Some(FakeStream { session, undelivered_configurations, confirmed_generation: 0 });
         if self.records.register_load_balancer(&name, None) {
             self.configure_and_send();
         } else {
@@ -142,8 +143,8 @@ impl Harness {
 
     fn disconnect_balancer(&mut self, n: usize) {
         if let Some(stream) = self.load_balancers[n].stream.take() {
-            self.controller.load_balancers.disconnect(stream.session, self.now());
-            self.records.record_disconnect(&format!("lb{n}"), self.now);
+            self.controller.load_balancers.end_session(stream.session, self.now());
+            self.records.record_load_balancer_disconnect(&format!("lb{n}"), self.monotonic_time);
         }
     }
 
@@ -153,7 +154,7 @@ impl Harness {
         }
         let session = self.controller.register_agent(&format!("s{n}"), "test", self.now()).unwrap();
         let undelivered_configurations = VecDeque::from([self.newest_keys()]);
-        self.agents[n].stream = Some(Stream { session, undelivered_configurations, confirmed_generation: 0 });
+        self.agents[n].stream = Some(FakeStream { session, undelivered_configurations, confirmed_generation: 0 });
     }
 
     fn disconnect_agent(&mut self, n: usize) {
@@ -163,7 +164,7 @@ impl Harness {
     }
 
     fn confirm_all_configurations(&mut self) {
-        self.now += Duration::from_millis(100);
+        self.monotonic_time += Duration::from_millis(100);
         self.report_sequence += 1;
         let now = self.now();
         for balancer in &self.load_balancers {
@@ -200,8 +201,8 @@ impl Harness {
     fn deliver_and_confirm_all_configurations(&mut self) {
         self.connect_all_peers();
         for _ in 0..100 {
-            self.load_balancers.iter_mut().for_each(Peer::receive_configuration);
-            self.agents.iter_mut().for_each(Peer::receive_configuration);
+            self.load_balancers.iter_mut().for_each(FakePeer::receive_configuration);
+            self.agents.iter_mut().for_each(FakePeer::receive_configuration);
         }
         self.confirm_all_configurations();
     }
@@ -211,15 +212,15 @@ impl Harness {
         let stamping_key_slots =
             self.agents.iter().filter_map(|agent| agent.keys_in_force).map(|keys| keys.current_key_index.get());
         let stamping_keys = self.agents.iter().filter_map(|agent| agent.keys_in_force).zip(stamping_key_slots);
-        let has_key = |balancer: &Peer<u64>, slot: usize, keys: &FleetCookieKeys| {
+        let balancer_has_key = |balancer: &FakePeer<u64>, slot: usize, keys: &FleetCookieKeys| {
             balancer.keys_in_force.is_none_or(|balancer_keys| balancer_keys.keys[slot] == keys.keys[slot])
         };
         stamping_keys
             .into_iter()
-            .all(|(keys, slot)| self.load_balancers.iter().all(|balancer| has_key(balancer, slot, &keys)))
+            .all(|(keys, slot)| self.load_balancers.iter().all(|balancer| balancer_has_key(balancer, slot, &keys)))
     }
 
-    fn apply_event(&mut self, event: u8, n: usize) {
+    fn apply_numbered_event(&mut self, event: u8, n: usize) {
         let (balancer, agent) = (n % self.load_balancers.len(), n % SERVER_COUNT);
         match event {
             0..3 => self.load_balancers[balancer].receive_configuration(),
@@ -239,8 +240,8 @@ impl Harness {
                     self.take_key_step(step);
                 }
             }
-            16 => self.now += MAX_CONNECTION_LIFETIME,
-            17 if self.load_balancers.len() < 4 => self.load_balancers.push(Peer::new()),
+            16 => self.monotonic_time += MAX_CONNECTION_LIFETIME,
+            17 if self.load_balancers.len() < 4 => self.load_balancers.push(FakePeer::new()),
             18 if n.is_multiple_of(8) => self.restart_controller(),
             _ => self.connect_all_peers(),
         }
@@ -249,26 +250,26 @@ impl Harness {
 
 fn report_with_generation(sequence: u64, now: Now, configuration_generation: u64) -> AgentReport {
     let time_to_live = Duration::from_millis(1);
-    AgentReport { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
+    AgentReport { time_to_live, configuration_generation, ..build_plain_report(sequence, now, &[0]) }
 }
 
 /// Returns a harness in which all peers are connected and have confirmed the configuration, and the key is old enough
 /// to rotate.
-fn settled_harness(additional_toml: &str, service_toml: &str) -> Harness {
-    let mut harness = Harness::new(fleet_config(additional_toml, service_toml));
+fn settled_harness(additional_toml: &str, service_toml: &str) -> KeyRotationHarness {
+    let mut harness = KeyRotationHarness::new(fleet_config(additional_toml, service_toml));
     harness.deliver_and_confirm_all_configurations();
-    harness.now += MAX_CONNECTION_LIFETIME;
+    harness.monotonic_time += MAX_CONNECTION_LIFETIME;
     harness
 }
 
 /// Returns a settled harness after a first rotation, because a fleet's first keys need no confirmation.
-fn harness_after_rotation(additional_toml: &str) -> Harness {
+fn harness_after_rotation(additional_toml: &str) -> KeyRotationHarness {
     let mut harness = settled_harness(additional_toml, "");
-    harness.take_key_step(KeyStep::Announce { is_forced: false });
+    harness.take_key_step(KeyRotationStep::Announce { is_forced: false });
     harness.deliver_and_confirm_all_configurations();
-    harness.take_key_step(KeyStep::Switch);
+    harness.take_key_step(KeyRotationStep::Switch);
     harness.deliver_and_confirm_all_configurations();
-    harness.now += MAX_CONNECTION_LIFETIME;
+    harness.monotonic_time += MAX_CONNECTION_LIFETIME;
     harness
 }
 
@@ -279,22 +280,22 @@ proptest! {
     fn no_server_stamps_with_a_key_that_a_load_balancer_lacks(
         events in prop::collection::vec((0u8..20, any::<u8>()), 1..400),
     ) {
-        let mut harness = Harness::new(fleet_config("key_rotation = \"1h\"\n", ""));
+        let mut harness = KeyRotationHarness::new(fleet_config("key_rotation = \"1h\"\n", ""));
         for (event, n) in events {
-            harness.apply_event(event, n.into());
+            harness.apply_numbered_event(event, n.into());
             prop_assert!(harness.are_all_stamps_readable(), "after event {event} of {n}");
         }
         // A rotation completes when all peers are back.
-        let previous_rotation_count = harness.rotation_count;
+        let previous_rotation_count = harness.started_rotation_count;
         for _ in 0..4 {
             harness.deliver_and_confirm_all_configurations();
             prop_assert!(harness.are_all_stamps_readable());
-            harness.now += MAX_CONNECTION_LIFETIME;
+            harness.monotonic_time += MAX_CONNECTION_LIFETIME;
             if let Ok(step) = harness.controller.requested_key_step(false, harness.now()) {
                 harness.take_key_step(step);
             }
         }
-        prop_assert!(harness.rotation_count > previous_rotation_count);
+        prop_assert!(harness.started_rotation_count > previous_rotation_count);
     }
 }
 
@@ -303,7 +304,7 @@ fn key_rotation_has_two_phases_and_changes_the_stamping_key() {
     let mut harness = settled_harness("", "");
     let first_key_ring = harness.records.key_ring.clone();
     let key_step = harness.controller.requested_key_step(false, harness.now()).unwrap();
-    assert_eq!(key_step, KeyStep::Announce { is_forced: false });
+    assert_eq!(key_step, KeyRotationStep::Announce { is_forced: false });
     harness.take_key_step(key_step);
     let announced_key_ring = harness.records.key_ring.clone();
     assert_eq!(announced_key_ring.keys.keys[0], first_key_ring.keys.keys[0]);
@@ -316,8 +317,8 @@ fn key_rotation_has_two_phases_and_changes_the_stamping_key() {
         (ShownPhase::Announced, 2 + SERVER_COUNT)
     );
     harness.deliver_and_confirm_all_configurations();
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Switch)));
-    harness.take_key_step(KeyStep::Switch);
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyRotationStep::Switch)));
+    harness.take_key_step(KeyRotationStep::Switch);
     let switched_key_ring = harness.records.key_ring.clone();
     assert_eq!(
         (switched_key_ring.keys.keys, switched_key_ring.keys.current_key_index.get()),
@@ -330,7 +331,7 @@ fn key_rotation_has_two_phases_and_changes_the_stamping_key() {
 #[test]
 fn key_rotation_survives_a_restart_in_both_phases() {
     let mut harness = settled_harness("", "");
-    harness.take_key_step(KeyStep::Announce { is_forced: false });
+    harness.take_key_step(KeyRotationStep::Announce { is_forced: false });
     let announced_keys = harness.records.key_ring.keys;
     harness.restart_controller();
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
@@ -343,7 +344,7 @@ fn key_rotation_survives_a_restart_in_both_phases() {
     harness.take_key_step(key_step);
     harness.restart_controller();
     assert_eq!(harness.controller.fleet().key_ring.keys.keys, announced_keys.keys);
-    assert_eq!(harness.controller.fleet().key_ring.phase, KeyPhase::Steady);
+    assert_eq!(harness.controller.fleet().key_ring.phase, KeyRotationPhase::Steady);
 }
 
 #[test]
@@ -369,29 +370,32 @@ fn missing_confirmations_are_listed_by_name() {
              break)"
         )
     );
-    assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Announce { is_forced: true }));
+    assert_eq!(
+        harness.controller.requested_key_step(true, harness.now()),
+        Ok(KeyRotationStep::Announce { is_forced: true })
+    );
     // If the rotation is forced later, the first attempt waits for the two.
-    harness.take_key_step(KeyStep::Announce { is_forced: false });
+    harness.take_key_step(KeyRotationStep::Announce { is_forced: false });
     (0..10).for_each(|_| harness.load_balancers[0].receive_configuration());
     (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive_configuration()));
     harness.confirm_all_configurations();
     let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
-    assert!(matches!(&rejection, RotationError::UnderWay { peers: who, .. } if who.len() == 2), "{rejection}");
+    assert!(matches!(&rejection, KeyRotationError::UnderWay { peers: who, .. } if who.len() == 2), "{rejection}");
     assert!(rejection.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
-    assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Switch));
+    assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyRotationStep::Switch));
 }
 
 #[test]
 fn young_key_is_not_rotated_without_force() {
     let mut harness = settled_harness("", "");
-    harness.take_key_step(KeyStep::Announce { is_forced: false });
+    harness.take_key_step(KeyRotationStep::Announce { is_forced: false });
     harness.deliver_and_confirm_all_configurations();
-    harness.take_key_step(KeyStep::Switch);
+    harness.take_key_step(KeyRotationStep::Switch);
     harness.deliver_and_confirm_all_configurations();
-    harness.now += Duration::from_secs(100);
+    harness.monotonic_time += Duration::from_secs(100);
     let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
-    assert!(matches!(rejection, RotationError::KeyTooYoung { expected: MAX_CONNECTION_LIFETIME, .. }));
+    assert!(matches!(rejection, KeyRotationError::KeyTooYoung { expected: MAX_CONNECTION_LIFETIME, .. }));
     assert_eq!(
         rejection.to_string(),
         "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have \
@@ -404,29 +408,38 @@ fn young_key_is_not_rotated_without_force() {
 fn scheduled_key_rotation_begins_when_due() {
     let mut harness = harness_after_rotation("key_rotation = \"1h\"\n");
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "1000 s are no hour");
-    harness.now += Duration::from_secs(2600);
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Announce { is_forced: false })));
+    harness.monotonic_time += Duration::from_secs(2600);
+    assert_eq!(
+        harness.controller.due_key_step(harness.now()),
+        Ok(Some(KeyRotationStep::Announce { is_forced: false }))
+    );
     harness.restart_controller();
-    assert!(matches!(harness.controller.due_key_step(harness.now()), Err(RotationError::Unconfirmed { .. })));
+    assert!(matches!(harness.controller.due_key_step(harness.now()), Err(KeyRotationError::Unconfirmed { .. })));
 }
 
 #[test]
 fn key_rotation_does_not_wait_for_servers_that_do_not_stamp() {
-    let mut harness = Harness::new(fleet_config("", "timestamps = \"off\"\n"));
+    let mut harness = KeyRotationHarness::new(fleet_config("", "timestamps = \"off\"\n"));
     harness.connect_balancer(0);
     harness.load_balancers[0].receive_configuration();
-    harness.now += MAX_CONNECTION_LIFETIME;
+    harness.monotonic_time += MAX_CONNECTION_LIFETIME;
     harness.confirm_all_configurations();
-    assert_eq!(harness.controller.requested_key_step(false, harness.now()), Ok(KeyStep::Announce { is_forced: false }));
+    assert_eq!(
+        harness.controller.requested_key_step(false, harness.now()),
+        Ok(KeyRotationStep::Announce { is_forced: false })
+    );
 }
 
 #[test]
 fn forced_rotation_waits_for_reconnections_after_controller_start() {
     let mut harness = harness_after_rotation("");
-    harness.take_key_step(KeyStep::Announce { is_forced: true });
+    harness.take_key_step(KeyRotationStep::Announce { is_forced: true });
     harness.restart_controller();
-    let now_after_start =
-        |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: harness.now, record_time: harness.now };
+    let now_after_start = |seconds: u64| Now {
+        monotonic_time: Duration::from_secs(seconds),
+        wall_time: harness.monotonic_time,
+        record_time: harness.monotonic_time,
+    };
     assert_eq!(harness.controller.due_key_step(now_after_start(4)), Ok(None));
-    assert_eq!(harness.controller.due_key_step(now_after_start(5)), Ok(Some(KeyStep::Switch)));
+    assert_eq!(harness.controller.due_key_step(now_after_start(5)), Ok(Some(KeyRotationStep::Switch)));
 }

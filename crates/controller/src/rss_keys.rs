@@ -10,9 +10,9 @@ const MAX_INTERNED_KEYS: usize = 256;
 
 /// RSS keys that were reported recently. Equal keys share their memory.
 #[derive(Debug, Default)]
-pub struct RssKeys(HashSet<RssKey>);
+pub struct InternedRssKeys(HashSet<RssKey>);
 
-impl RssKeys {
+impl InternedRssKeys {
     /// Returns a key equal to `key` that shares its memory with earlier copies.
     pub fn intern(&mut self, key: RssKey) -> RssKey {
         if let Some(interned_key) = self.0.get(&key) {

@@ -4,37 +4,37 @@ use std::ops::Bound;
 use std::time::Duration;
 
 use coreward_api::types::{HealthCheckResult, ServerState, ServiceMember};
-use coreward_model::health::{HealthVerdict, Probe};
+use coreward_model::health::{HealthProbe, HealthVerdict};
 use coreward_model::{ServerId, ServiceAddress};
 
-use super::service::{Eligibility, ServerStatus, Service};
+use super::service::{ServerEligibility, ServerStatus, Service};
 use super::{Controller, Now};
-use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
+use coreward_fleet::fleet::{FleetServer, FleetService, ServerAdminState};
 
 const DRAIN_COMMAND_REASON: &str = "by `coreward drain`";
 
 pub(super) struct StateReason {
     pub state: ServerState,
     /// Reason for the state, or empty if none is known.
-    pub reason: String,
+    pub state_reason: String,
     /// Time for which the state has lasted, or `None` if it began before this process started.
-    pub duration: Option<Duration>,
+    pub state_duration: Option<Duration>,
 }
 
 impl StateReason {
-    fn lasting_since(state: ServerState, reason: String, start_time: Option<Duration>, now: Now) -> Self {
-        Self { state, reason, duration: start_time.map(|since| now.monotonic.saturating_sub(since)) }
+    fn lasting_since(state: ServerState, state_reason: String, start_time: Option<Duration>, now: Now) -> Self {
+        Self { state, state_reason, state_duration: start_time.map(|since| now.monotonic_time.saturating_sub(since)) }
     }
 
-    pub fn duration_ms(&self) -> Option<u64> {
-        self.duration.map(|duration| duration.as_millis() as u64)
+    pub fn state_duration_ms(&self) -> Option<u64> {
+        self.state_duration.map(|duration| duration.as_millis() as u64)
     }
 }
 
 impl Controller {
     /// Returns the status of at most `max_count` members of the service whose ids follow `last_id`, sorted by id.
     /// Returns no members if another service has taken this position.
-    pub fn members_after(
+    pub fn members_after_id(
         &self,
         (position, address): (usize, ServiceAddress),
         last_id: Option<ServerId>,
@@ -50,7 +50,7 @@ impl Controller {
 
     fn service_member(&self, service: &Service, id: ServerId, now: Now) -> ServiceMember {
         let state_reason = self.state_reason_in_service(service, id, now);
-        let check_results = self.load_balancers.check_results((service.configuration().index, id), now);
+        let check_results = self.load_balancers.health_check_results((service.configuration().index, id), now);
         let check_results = check_results.into_iter().map(|(load_balancer, check_result, age)| HealthCheckResult {
             load_balancer: load_balancer.to_owned(),
             is_up: check_result.verdict.map(|verdict| verdict == HealthVerdict::Up),
@@ -63,15 +63,15 @@ impl Controller {
         ServiceMember {
             server: self.fleet.servers[&id].name.clone(),
             state: state_reason.state,
-            state_for_ms: state_reason.duration_ms(),
-            state_reason: state_reason.reason,
+            state_for_ms: state_reason.state_duration_ms(),
+            state_reason: state_reason.state_reason,
             health_checks: check_results.collect(),
         }
     }
 
     /// Returns the best of the server's states in its services. The reason also lists the services in which the server
     /// is down.
-    pub(super) fn state_reason(&self, id: ServerId, server: &FleetServer, now: Now) -> StateReason {
+    pub(super) fn state_with_reason(&self, id: ServerId, server: &FleetServer, now: Now) -> StateReason {
         let states_by_service =
             self.positions_by_server.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
         let states_by_service: Vec<(&str, StateReason)> = states_by_service
@@ -81,25 +81,26 @@ impl Controller {
             let down_services = states_by_service
                 .iter()
                 .filter(move |(_, status)| status.state == ServerState::Down && best_state != ServerState::Down);
-            down_services.map(|(service, status)| format!("down in {service} ({})", status.reason))
+            down_services.map(|(service, status)| format!("down in {service} ({})", status.state_reason))
         };
         match states_by_service.iter().map(|(_, status)| status).min_by_key(|status| status.state) {
             Some(best_status) => {
-                let best_reason = Some(best_status.reason.clone()).filter(|reason| !reason.is_empty()).into_iter();
+                let best_reason =
+                    Some(best_status.state_reason.clone()).filter(|reason| !reason.is_empty()).into_iter();
                 let all_reasons: Vec<String> = best_reason.chain(services_where_down(best_status.state)).collect();
-                StateReason { reason: all_reasons.join("; "), ..*best_status }
+                StateReason { state_reason: all_reasons.join("; "), ..*best_status }
             }
             None => match server.admin_state {
-                AdminState::Active if server.drain.is_some() => {
+                ServerAdminState::Active if server.drain.is_some() => {
                     StateReason::lasting_since(ServerState::Draining, DRAIN_COMMAND_REASON.to_owned(), None, now)
                 }
-                AdminState::Active => {
+                ServerAdminState::Active => {
                     StateReason::lasting_since(ServerState::Active, "in no service".to_owned(), None, now)
                 }
-                AdminState::Draining => {
+                ServerAdminState::Draining => {
                     StateReason::lasting_since(ServerState::Draining, "in no service".to_owned(), None, now)
                 }
-                AdminState::Left => {
+                ServerAdminState::Left => {
                     StateReason::lasting_since(ServerState::Gone, "has left the fleet".to_owned(), None, now)
                 }
             },
@@ -116,17 +117,17 @@ impl Controller {
             {
                 (*state, *start_time)
             }
-            _ => (eligibility.to_state(), Some(now.monotonic)),
+            _ => (eligibility.to_server_state(), Some(now.monotonic_time)),
         };
         let reason = match eligibility {
-            Eligibility::Left => "has left".to_owned(),
-            Eligibility::Drained => self.drain_reason(fleet_service, id),
-            Eligibility::Unreachable => "no load balancer can find its MAC address".to_owned(),
-            Eligibility::Unhealthy => self.unhealthy_reason(fleet_service, id, now),
-            Eligibility::Eligible if state == ServerState::Joining => {
+            ServerEligibility::Left => "has left".to_owned(),
+            ServerEligibility::Drained => self.drain_reason(fleet_service, id),
+            ServerEligibility::Unreachable => "no load balancer can find its MAC address".to_owned(),
+            ServerEligibility::Unhealthy => self.unhealthy_reason(fleet_service, id, now),
+            ServerEligibility::Eligible if state == ServerState::Joining => {
                 format!("slow start: {:.0} %", service.slow_start_fraction(id, now) * 100.0)
             }
-            Eligibility::Eligible => self.down_reason(fleet_service, id, now).unwrap_or_default(),
+            ServerEligibility::Eligible => self.down_reason(fleet_service, id, now).unwrap_or_default(),
         };
         StateReason::lasting_since(state, reason, start_time, now)
     }
@@ -137,13 +138,13 @@ impl Controller {
             return DRAIN_COMMAND_REASON.to_owned();
         }
         match server.admin_state {
-            AdminState::Draining => "by the fleet's document".to_owned(),
-            AdminState::Active | AdminState::Left => "its weight is 0".to_owned(),
+            ServerAdminState::Draining => "by the fleet's document".to_owned(),
+            ServerAdminState::Active | ServerAdminState::Left => "its weight is 0".to_owned(),
         }
     }
 
     fn unhealthy_reason(&self, service: &FleetService, id: ServerId, now: Now) -> String {
-        if service.health_check.as_ref().is_some_and(|check| check.probe == Probe::Agent) {
+        if service.health_check.as_ref().is_some_and(|check| check.probe == HealthProbe::Agent) {
             return "its agent does not report".to_owned();
         }
         self.down_reason(service, id, now).unwrap_or_else(|| "no load balancer has checked it since".to_owned())
@@ -152,7 +153,7 @@ impl Controller {
     /// Returns a text that names the checks that found a server down and their errors, or `None` if the server is not
     /// down.
     fn down_reason(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
-        let check_results = self.load_balancers.check_results((service.index, id), now);
+        let check_results = self.load_balancers.health_check_results((service.index, id), now);
         let down_results: Vec<_> = check_results
             .iter()
             .filter(|(_, check_result, _)| check_result.verdict == Some(HealthVerdict::Down))

@@ -7,15 +7,15 @@ use std::time::Duration;
 use coreward_api::types::ServerState;
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
-use coreward_model::consistency::Consistency;
+use coreward_model::consistency::ConsistencyMode;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{PlacementRule, PlacementTable, ServerCore};
-use coreward_model::policy::{Policy, Pool};
+use coreward_model::policy::{Policy, ServerPool};
 use coreward_model::tuple::Protocol;
 
-use super::dirty_set::DirtySet;
-use super::input_fingerprints::{InputFingerprints, Shard};
-use super::{NewTable, Now, create_policy};
+use super::dirty_set::DirtyServerSet;
+use super::input_fingerprints::{ServerShard, TableInputFingerprints};
+use super::{NewPlacementTable, Now, create_policy};
 use coreward_fleet::fleet::FleetService;
 
 /// Fraction of its full share of new connections that a server gets at the beginning of a slow start. With 0, a pool of
@@ -24,7 +24,7 @@ const MIN_SLOW_START_FRACTION: f64 = 1.0 / 64.0;
 
 /// Permission of a server to take a service's new connections, or the reason why it may not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Eligibility {
+pub enum ServerEligibility {
     Eligible,
     /// Health checks have found the server down.
     Unhealthy,
@@ -34,14 +34,14 @@ pub enum Eligibility {
     Left,
 }
 
-impl Eligibility {
+impl ServerEligibility {
     /// Returns the state of a server with this eligibility, apart from a slow start.
-    pub fn to_state(self) -> ServerState {
+    pub fn to_server_state(self) -> ServerState {
         match self {
-            Eligibility::Left => ServerState::Gone,
-            Eligibility::Drained => ServerState::Draining,
-            Eligibility::Unhealthy | Eligibility::Unreachable => ServerState::Down,
-            Eligibility::Eligible => ServerState::Active,
+            ServerEligibility::Left => ServerState::Gone,
+            ServerEligibility::Drained => ServerState::Draining,
+            ServerEligibility::Unhealthy | ServerEligibility::Unreachable => ServerState::Down,
+            ServerEligibility::Eligible => ServerState::Active,
         }
     }
 }
@@ -51,7 +51,7 @@ pub struct ServerStatus {
     pub state: ServerState,
     /// Time of the last change of the state, since the controller's start, or `None` if it was before this process.
     pub state_since: Option<Duration>,
-    pub eligibility: Eligibility,
+    pub eligibility: ServerEligibility,
     /// Time from which on the server has been eligible, since the controller's start, or `None` if it was before this
     /// process.
     eligible_since: Option<Duration>,
@@ -76,20 +76,20 @@ pub struct Service {
     predecessor_change_count: u64,
     pub due_trigger: Option<TableTrigger>,
     /// Servers that have changed since the newest table was made.
-    dirty_servers: DirtySet,
+    dirty_servers: DirtyServerSet,
     /// Pool from which the newest table was made, or `None` if all servers must be read again.
-    cached_pool: Option<Pool>,
+    cached_pool: Option<ServerPool>,
     /// Number of connections opened in the last full report interval, if known.
     connections_opened_in_interval: Option<u64>,
     is_first_table_of_interval: bool,
     /// Fingerprints of the newest table's inputs, except loads.
-    input_fingerprints: InputFingerprints,
+    input_fingerprints: TableInputFingerprints,
 }
 
 /// State of a service that a new configuration has replaced. It is kept only to be dropped later.
-pub struct PreviousService {
+pub struct ReplacedService {
     _fleet: FleetService,
-    _pool: Option<Pool>,
+    _pool: Option<ServerPool>,
 }
 
 /// Oldest change that no table contains yet.
@@ -117,11 +117,11 @@ impl Service {
             predecessors: configuration.bucket_history.previous_servers_by_current_server(),
             predecessor_change_count: 0,
             due_trigger: None,
-            dirty_servers: DirtySet::default(),
+            dirty_servers: DirtyServerSet::default(),
             cached_pool: None,
             connections_opened_in_interval: None,
             is_first_table_of_interval: true,
-            input_fingerprints: InputFingerprints::default(),
+            input_fingerprints: TableInputFingerprints::default(),
             configuration,
         }
     }
@@ -132,14 +132,14 @@ impl Service {
 
     /// Returns the service with a new configuration, and the replaced state. Dropping that state takes milliseconds for
     /// thousands of servers. The generations of tables continue.
-    pub fn with_configuration(mut self, new: FleetService) -> (Self, PreviousService) {
+    pub fn with_new_configuration(mut self, new: FleetService) -> (Self, ReplacedService) {
         if self.configuration.policy != new.policy || self.configuration.hash_seed != new.hash_seed {
             self.policy = create_policy(&new);
         }
         let previous_service =
-            PreviousService { _fleet: std::mem::replace(&mut self.configuration, new), _pool: self.cached_pool.take() };
+            ReplacedService { _fleet: std::mem::replace(&mut self.configuration, new), _pool: self.cached_pool.take() };
         let members = &self.configuration.members;
-        self.dirty_servers.retain(|server| members.contains_key(&server));
+        self.dirty_servers.retain_fleet_servers(|server| members.contains_key(&server));
         self.predecessors.retain(|server, server_predecessors| {
             server_predecessors.retain(|predecessor| members.contains_key(predecessor));
             members.contains_key(server) && !server_predecessors.is_empty()
@@ -152,20 +152,20 @@ impl Service {
     }
 
     /// Updates the eligibility of the service's servers. Servers of the first table have no slow start.
-    pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, Eligibility)>, now: Now) {
-        let change_time = self.has_table.then_some(now.monotonic);
+    pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, ServerEligibility)>, now: Now) {
+        let change_time = self.has_table.then_some(now.monotonic_time);
         let mut previous_statuses = std::mem::take(&mut self.server_statuses);
-        let none_is_eligible = eligibilities.iter().all(|(_, eligibility)| *eligibility != Eligibility::Eligible);
+        let none_is_eligible = eligibilities.iter().all(|(_, eligibility)| *eligibility != ServerEligibility::Eligible);
         self.is_failing_open = none_is_eligible
             && self.configuration.when_all_down == WhenAllDown::FailOpen
-            && eligibilities.iter().any(|(_, eligibility)| *eligibility == Eligibility::Unhealthy);
+            && eligibilities.iter().any(|(_, eligibility)| *eligibility == ServerEligibility::Unhealthy);
         self.server_statuses = eligibilities
             .into_iter()
             .map(|(id, eligibility)| {
                 let previous_status = previous_statuses.remove(&id);
                 let eligible_since = previous_status
                     .as_ref()
-                    .filter(|status| status.eligibility == Eligibility::Eligible)
+                    .filter(|status| status.eligibility == ServerEligibility::Eligible)
                     .map(|status| status.eligible_since);
                 let eligible_from = eligible_since.unwrap_or(change_time);
                 let state = self.state_with_eligibility(eligibility, eligible_from, now);
@@ -187,13 +187,15 @@ impl Service {
 
     fn state_with_eligibility(
         &self,
-        eligibility: Eligibility,
+        eligibility: ServerEligibility,
         eligible_from: Option<Duration>,
         now: Now,
     ) -> ServerState {
         match eligibility {
-            Eligibility::Eligible if self.slow_start_fraction_since(eligible_from, now) < 1.0 => ServerState::Joining,
-            other => other.to_state(),
+            ServerEligibility::Eligible if self.slow_start_fraction_since(eligible_from, now) < 1.0 => {
+                ServerState::Joining
+            }
+            other => other.to_server_state(),
         }
     }
 
@@ -211,11 +213,11 @@ impl Service {
         self.server_statuses.get(&server).map(|status| self.allows_new_connections(status.eligibility))
     }
 
-    fn allows_new_connections(&self, eligibility: Eligibility) -> bool {
+    fn allows_new_connections(&self, eligibility: ServerEligibility) -> bool {
         match eligibility {
-            Eligibility::Eligible => true,
-            Eligibility::Unhealthy => self.is_failing_open,
-            Eligibility::Unreachable | Eligibility::Drained | Eligibility::Left => false,
+            ServerEligibility::Eligible => true,
+            ServerEligibility::Unhealthy => self.is_failing_open,
+            ServerEligibility::Unreachable | ServerEligibility::Drained | ServerEligibility::Left => false,
         }
     }
 
@@ -228,14 +230,14 @@ impl Service {
     }
 
     /// Returns [`Service::slow_start_fraction`] for a table made at this time, if the server has this eligibility.
-    pub fn next_slow_start_fraction(&self, server: ServerId, eligibility: Eligibility, now: Now) -> f64 {
-        if eligibility != Eligibility::Eligible {
+    pub fn next_slow_start_fraction(&self, server: ServerId, eligibility: ServerEligibility, now: Now) -> f64 {
+        if eligibility != ServerEligibility::Eligible {
             return 1.0;
         }
         let eligible_status =
-            self.server_statuses.get(&server).filter(|status| status.eligibility == Eligibility::Eligible);
+            self.server_statuses.get(&server).filter(|status| status.eligibility == ServerEligibility::Eligible);
         self.slow_start_fraction_since(
-            eligible_status.map_or(self.has_table.then_some(now.monotonic), |status| status.eligible_since),
+            eligible_status.map_or(self.has_table.then_some(now.monotonic_time), |status| status.eligible_since),
             now,
         )
     }
@@ -243,7 +245,7 @@ impl Service {
     fn slow_start_fraction_since(&self, eligible_from: Option<Duration>, now: Now) -> f64 {
         let Some(start_time) = eligible_from.filter(|_| !self.configuration.slow_start.is_zero()) else { return 1.0 };
         let elapsed_fraction =
-            now.monotonic.saturating_sub(start_time).as_secs_f64() / self.configuration.slow_start.as_secs_f64();
+            now.monotonic_time.saturating_sub(start_time).as_secs_f64() / self.configuration.slow_start.as_secs_f64();
         elapsed_fraction.clamp(MIN_SLOW_START_FRACTION, 1.0)
     }
 
@@ -254,8 +256,8 @@ impl Service {
 
     /// Returns each server's fair fraction of the service's new connections. Fractions are proportional to capacity if
     /// the policy considers it.
-    pub fn fair_shares(&self, pool: &Pool) -> Vec<(ServerId, f64)> {
-        pool.fair_shares(self.policy.depends_on_capacity())
+    pub fn fair_shares(&self, pool: &ServerPool) -> Vec<(ServerId, f64)> {
+        pool.server_fair_shares(self.policy.depends_on_capacity())
     }
 
     /// Returns whether the service's tables depend on the traffic counts of load balancers.
@@ -276,16 +278,16 @@ impl Service {
     }
 
     /// Takes the pool from which the newest table was made, or returns `None` if all servers must be read again.
-    pub fn take_cached_pool(&mut self) -> Option<Pool> {
+    pub fn take_cached_pool(&mut self) -> Option<ServerPool> {
         self.cached_pool.take()
     }
 
     /// Returns the cached pool, from which the newest table was made.
-    pub fn cached_pool(&self) -> Option<&Pool> {
+    pub fn cached_pool(&self) -> Option<&ServerPool> {
         self.cached_pool.as_ref()
     }
 
-    pub fn cache_pool(&mut self, pool: Pool) {
+    pub fn cache_pool(&mut self, pool: ServerPool) {
         self.cached_pool = Some(pool);
     }
 
@@ -317,7 +319,7 @@ impl Service {
         self.is_first_table_of_interval = true;
     }
 
-    pub fn with_interval_inputs(&self, pool: Pool) -> Pool {
+    pub fn with_interval_inputs(&self, pool: ServerPool) -> ServerPool {
         let pool = match self.connections_opened_in_interval {
             Some(opened_count) => pool.with_opened_connections(opened_count),
             None => pool,
@@ -326,19 +328,23 @@ impl Service {
     }
 
     /// Stores the fingerprints of the next table's inputs, except loads. Returns whether they have changed.
-    pub fn update_fingerprints(&mut self, service_fingerprint: u64, fingerprints_by_shard: &[(Shard, u64)]) -> bool {
-        self.input_fingerprints.update(service_fingerprint, fingerprints_by_shard)
+    pub fn store_and_compare_fingerprints(
+        &mut self,
+        service_fingerprint: u64,
+        fingerprints_by_shard: &[(ServerShard, u64)],
+    ) -> bool {
+        self.input_fingerprints.store_and_compare(service_fingerprint, fingerprints_by_shard)
     }
 
     /// Returns the shards of servers to poll next, or all shards if `is_full_poll` is set.
-    pub fn next_shards(&mut self, is_full_poll: bool) -> Vec<Shard> {
-        self.input_fingerprints.next_shards(&self.configuration.members, is_full_poll)
+    pub fn next_shards_to_poll(&mut self, is_full_poll: bool) -> Vec<ServerShard> {
+        self.input_fingerprints.next_shards_to_poll(&self.configuration.members, is_full_poll)
     }
 
-    pub fn make_table(&mut self, pool: &Pool, now: Now) -> NewTable {
+    pub fn make_table(&mut self, pool: &ServerPool, now: Now) -> NewPlacementTable {
         self.table_generation += 1;
         let mut table = self.policy.compute_table(pool, self.configuration.buckets, self.table_generation);
-        if self.bucket_history.update(&table.consistent_servers) {
+        if self.bucket_history.update_bucket_servers(&table.consistent_servers) {
             self.is_bucket_history_changed = true;
             self.add_predecessors();
         }
@@ -349,12 +355,12 @@ impl Service {
         self.is_first_table_of_interval = false;
         table.core_slot_ages = self.record_and_compute_slot_ages(&table);
         let table = Arc::new(table);
-        self.newest_table_and_time = Some((table.clone(), now.monotonic));
-        NewTable { service_index: self.configuration.index, table }
+        self.newest_table_and_time = Some((table.clone(), now.monotonic_time));
+        NewPlacementTable { service_index: self.configuration.index, table }
     }
 
     fn down_servers(&self) -> impl Iterator<Item = ServerId> {
-        let is_down = |status: &ServerStatus| status.eligibility.to_state() == ServerState::Down;
+        let is_down = |status: &ServerStatus| status.eligibility.to_server_state() == ServerState::Down;
         let down_servers = self
             .server_statuses
             .iter()
@@ -364,7 +370,7 @@ impl Service {
 
     /// Records the servers whose loads a new table contains. Returns the table's [`PlacementTable::core_slot_ages`].
     fn record_and_compute_slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
-        self.dirty_servers.record_table(table.generation);
+        self.dirty_servers.record_new_table(table.generation);
         if table.rule != PlacementRule::LeastAssigned {
             return Vec::new();
         }
@@ -385,7 +391,7 @@ impl Service {
     }
 
     /// Returns the servers that owned buckets of this server earlier, if any.
-    pub fn predecessors(&self, server: ServerId) -> Option<&BTreeSet<ServerId>> {
+    pub fn predecessor_servers(&self, server: ServerId) -> Option<&BTreeSet<ServerId>> {
         self.predecessors.get(&server).filter(|_| self.forwards_unknown_packets())
     }
 
@@ -397,7 +403,7 @@ impl Service {
     /// unless the service has no consistency or consistency by hash table.
     fn forwards_unknown_packets(&self) -> bool {
         self.configuration.address.protocol == Protocol::Tcp
-            && !matches!(self.configuration.mode.consistency, Consistency::None | Consistency::HashTable)
+            && !matches!(self.configuration.mode.consistency, ConsistencyMode::None | ConsistencyMode::HashTable)
     }
 
     pub fn take_changed_bucket_history(&mut self) -> Option<(String, BucketHistory)> {
@@ -405,14 +411,16 @@ impl Service {
             .then(|| (self.configuration.name.clone(), self.bucket_history.clone()))
     }
 
-    pub fn newest_table(&self) -> Option<NewTable> {
+    pub fn newest_table(&self) -> Option<NewPlacementTable> {
         self.newest_table_and_time
             .as_ref()
-            .map(|(table, _)| NewTable { service_index: self.configuration.index, table: table.clone() })
+            .map(|(table, _)| NewPlacementTable { service_index: self.configuration.index, table: table.clone() })
     }
 
     /// Returns the newest table and its age, or `None` before the first table.
-    pub fn table_and_age(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
-        self.newest_table_and_time.as_ref().map(|(table, made_at)| (&**table, now.monotonic.saturating_sub(*made_at)))
+    pub fn newest_table_and_age(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
+        self.newest_table_and_time
+            .as_ref()
+            .map(|(table, made_at)| (&**table, now.monotonic_time.saturating_sub(*made_at)))
     }
 }

@@ -13,18 +13,18 @@ use coreward_model::allowance::{ConnectionAllowance, MAX_FAIR_SHARE_MULTIPLE};
 use coreward_wire::ServiceIndex;
 
 use super::service::Service;
-use super::traffic::OpenedConnections;
+use super::traffic::OpenedConnectionCounts;
 use super::{Controller, Now};
 
 /// Interval at which servers' allowances of new connections are updated. Within an interval, a server can exceed its
 /// allowance.
-const UPDATE_INTERVAL: Duration = Duration::from_millis(250);
+const ALLOWANCE_UPDATE_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum time since the last update for which an update adds to a server's allowance.
 const MAX_ALLOWANCE_GAIN_TIME: Duration = Duration::from_secs(1);
 
 /// Limiter of each server's share of the new connections.
 #[derive(Debug, Default)]
-pub struct ShareLimiter {
+pub struct ConnectionShareLimiter {
     opened_connections_by_service: HashMap<ServiceIndex, u64>,
     opened_connections_by_server: HashMap<ServerId, u64>,
     updated_at: Duration,
@@ -33,8 +33,8 @@ pub struct ShareLimiter {
     excluded_servers: HashSet<(ServiceIndex, ServerId)>,
 }
 
-impl ShareLimiter {
-    pub fn add_opened_connections(&mut self, newly_opened: &OpenedConnections) {
+impl ConnectionShareLimiter {
+    pub fn add_opened_connections(&mut self, newly_opened: &OpenedConnectionCounts) {
         for (service, count) in &newly_opened.opened_count_by_service {
             let service_opened_count = self.opened_connections_by_service.entry(*service).or_default();
             *service_opened_count = service_opened_count.saturating_add(*count);
@@ -69,11 +69,13 @@ impl ShareLimiter {
         for id in fair_counts.keys().chain(opened_connections_by_server.keys()) {
             let fair_connection_count = fair_counts.get(id).copied().unwrap_or(0.0);
             let fair_rate_per_second = fair_connection_count / elapsed.as_secs_f64();
-            self.allowances.entry(*id).or_insert_with(|| ConnectionAllowance::full(fair_rate_per_second));
+            self.allowances
+                .entry(*id)
+                .or_insert_with(|| ConnectionAllowance::full_for_fair_share(fair_rate_per_second));
         }
         for (id, allowance) in &mut self.allowances {
             let fair_connection_count = fair_counts.get(id).copied().unwrap_or(0.0);
-            allowance.update(
+            allowance.update_after_interval(
                 fair_connection_count,
                 opened_connections_by_server.get(id).copied().unwrap_or(0) as f64,
                 elapsed.as_secs_f64(),
@@ -85,21 +87,21 @@ impl ShareLimiter {
 impl Controller {
     /// Returns the fraction of its share that the server gets of the service's new connections. It is less than 1
     /// during the slow start and 0 while the server is excluded.
-    pub(super) fn share_fraction(&self, service: &Service, id: ServerId, now: Now) -> f64 {
-        if self.is_excluded(service, id) { 0.0 } else { service.slow_start_fraction(id, now) }
+    pub(super) fn new_connection_share_fraction(&self, service: &Service, id: ServerId, now: Now) -> f64 {
+        if self.is_excluded_from_service(service, id) { 0.0 } else { service.slow_start_fraction(id, now) }
     }
 
-    pub(super) fn is_excluded(&self, service: &Service, id: ServerId) -> bool {
+    pub(super) fn is_excluded_from_service(&self, service: &Service, id: ServerId) -> bool {
         self.share_limiter.excluded_servers.contains(&(service.configuration().index, id))
     }
 
-    /// Updates the allowances of all servers, once per [`UPDATE_INTERVAL`].
+    /// Updates the allowances of all servers, once per [`ALLOWANCE_UPDATE_INTERVAL`].
     pub(super) fn update_share_limiter(&mut self, now: Now) {
-        let elapsed = now.monotonic.saturating_sub(self.share_limiter.updated_at);
-        if elapsed < UPDATE_INTERVAL {
+        let elapsed = now.monotonic_time.saturating_sub(self.share_limiter.updated_at);
+        if elapsed < ALLOWANCE_UPDATE_INTERVAL {
             return;
         }
-        self.share_limiter.updated_at = now.monotonic;
+        self.share_limiter.updated_at = now.monotonic_time;
         let mut fair_connection_counts: HashMap<ServerId, f64> = HashMap::new();
         for (index, opened_count) in std::mem::take(&mut self.share_limiter.opened_connections_by_service) {
             let Some(position) = self.positions_by_index.get(&index) else { continue };
@@ -163,7 +165,7 @@ impl Controller {
                     "the controller no longer limits the server's share of new connections"
                 ),
             }
-            self.racks.change_count += 1;
+            self.racks.shared_change_count += 1;
         }
     }
 }

@@ -3,12 +3,12 @@
 
 use std::collections::VecDeque;
 
-use coreward_config::Source;
-use coreward_model::placement::PlacementState;
+use coreward_config::TomlSource;
+use coreward_model::placement::PlacementTableState;
 use coreward_model::rss::{RssKey, seeded_rng};
-use coreward_wire::{ServerTraffic, TrafficMessage};
+use coreward_wire::{ServerTraffic, TrafficCountsMessage};
 
-use super::tests::{plain_report, uniform_rss};
+use super::tests::{build_plain_report, build_uniform_rss};
 use super::*;
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::records::FleetRecords;
@@ -20,17 +20,17 @@ const CONNECTIONS_PER_INTERVAL: u64 = 20;
 const CONNECTION_LIFETIME_INTERVALS: usize = 50;
 /// CPU time that a connection takes per interval (ns). All connections together use half of the cores' time.
 const BUSY_NS_PER_CONNECTION: u64 = 2_000_000;
-const BYZANTINE_SERVER: usize = 0;
+const BYZANTINE_SERVER_INDEX: usize = 0;
 
-fn at(interval: u64) -> Now {
+fn now_at_interval(interval: u64) -> Now {
     let monotonic = Duration::from_millis(100 * interval);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record_time: wall }
+    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
 }
 
-struct Harness {
+struct ShareLimiterHarness {
     controller: Controller,
-    sessions: Vec<Session>,
+    sessions: Vec<AgentSession>,
     balancer_session: u64,
     random_state: u32,
     /// Server and core of each open connection, grouped by the interval in which the connection was opened.
@@ -43,20 +43,21 @@ struct Harness {
     byzantine_key_and_hash: Option<(RssKey, u32)>,
 }
 
-impl Harness {
+impl ShareLimiterHarness {
     fn new(policy: &str, has_byzantine_server: bool) -> Self {
         let mut text = String::new();
         for n in 0..SERVER_COUNT {
             text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
         }
         text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"{policy}\"\n");
-        let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
-        let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
-        records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        let config = FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).unwrap();
+        let mut records = FleetRecords::generate(now_at_interval(0).wall_time, &mut seeded_rng(5, 0));
+        records.apply_document(&config, now_at_interval(0).wall_time, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
-        let sessions =
-            (0..SERVER_COUNT).map(|n| controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap()).collect();
-        let balancer_session = controller.register_load_balancer("lb1", at(0)).unwrap();
+        let sessions = (0..SERVER_COUNT)
+            .map(|n| controller.register_agent(&format!("s{n}"), "test", now_at_interval(0)).unwrap())
+            .collect();
+        let balancer_session = controller.register_load_balancer("lb1", now_at_interval(0)).unwrap();
         Self {
             controller,
             sessions,
@@ -72,28 +73,29 @@ impl Harness {
 
     fn report_all_servers(&mut self, interval_number: u64) {
         for (server, core) in self.open_connections.iter().flatten() {
-            if !self.has_byzantine_server || *server != BYZANTINE_SERVER {
+            if !self.has_byzantine_server || *server != BYZANTINE_SERVER_INDEX {
                 self.core_busy_ns[*server][*core] += BUSY_NS_PER_CONNECTION;
             }
         }
         for (n, session) in self.sessions.iter().enumerate() {
-            let mut rss = (interval_number == 0).then(|| uniform_rss(128, CORE_COUNT as u32));
-            if let Some((key, _)) = self.byzantine_key_and_hash.as_ref().filter(|_| n == BYZANTINE_SERVER)
+            let mut rss = (interval_number == 0).then(|| build_uniform_rss(128, CORE_COUNT as u32));
+            if let Some((key, _)) = self.byzantine_key_and_hash.as_ref().filter(|_| n == BYZANTINE_SERVER_INDEX)
                 && let Some(rss) = rss.as_mut().and_then(|reported_rss| reported_rss.rss.as_mut())
             {
                 rss.key = key.clone();
             }
-            let report = plain_report(interval_number + 1, at(interval_number), &self.core_busy_ns[n]);
+            let report =
+                build_plain_report(interval_number + 1, now_at_interval(interval_number), &self.core_busy_ns[n]);
             let report = AgentReport { rss, rss_generation: 1, ..report };
-            self.controller.record_report(session, Ok(report), at(interval_number)).unwrap();
+            self.controller.record_report(session, Ok(report), now_at_interval(interval_number)).unwrap();
         }
     }
 
     fn simulate_interval(&mut self, interval_number: u64) {
         self.report_all_servers(interval_number);
-        let table = self.controller.end_report_interval(at(interval_number)).remove(0).table;
+        let table = self.controller.end_report_interval(now_at_interval(interval_number)).remove(0).table;
         let service_index = self.controller.fleet().services[0].index;
-        let mut placement_state = PlacementState::for_table(&table);
+        let mut placement_state = PlacementTableState::for_table(&table);
         let mut new_connections = Vec::new();
         for _ in 0..CONNECTIONS_PER_INTERVAL {
             self.random_state = self.random_state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -121,11 +123,15 @@ impl Harness {
         });
         let server_traffic = server_traffic.collect();
         let opened_connections = [(service_index, self.opened_counts.iter().sum())].into();
-        let traffic_message = TrafficMessage {
+        let traffic_message = TrafficCountsMessage {
             traffic_by_server: server_traffic,
             opened_connection_count_by_service: opened_connections,
         };
-        self.controller.record_load_balancer_traffic(self.balancer_session, &traffic_message, at(interval_number));
+        self.controller.record_load_balancer_traffic(
+            self.balancer_session,
+            &traffic_message,
+            now_at_interval(interval_number),
+        );
     }
 
     /// Returns the Byzantine server's share of the connections that are opened during the second minute.
@@ -139,7 +145,7 @@ impl Harness {
             .zip(&previous_opened_counts)
             .map(|(count_after, count_before)| count_after - count_before)
             .sum();
-        (self.opened_counts[BYZANTINE_SERVER] - previous_opened_counts[BYZANTINE_SERVER]) as f64
+        (self.opened_counts[BYZANTINE_SERVER_INDEX] - previous_opened_counts[BYZANTINE_SERVER_INDEX]) as f64
             / total_opened_count as f64
     }
 }
@@ -147,7 +153,7 @@ impl Harness {
 #[test]
 fn byzantine_server_gets_at_most_twice_its_fair_share() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
-        let mut harness = Harness::new(policy, true);
+        let mut harness = ShareLimiterHarness::new(policy, true);
         let byzantine_share = harness.byzantine_server_share();
         assert!(byzantine_share < 0.21, "{policy}: {byzantine_share}");
         assert_eq!(harness.controller.share_limiter.limited_server_count(), 1, "{policy}");
@@ -157,19 +163,19 @@ fn byzantine_server_gets_at_most_twice_its_fair_share() {
 /// Asserts that the Byzantine server gets no burst of connections, as it would if it were excluded too late.
 #[test]
 fn byzantine_server_gets_at_most_twice_its_share_in_ten_seconds() {
-    let mut harness = Harness::new("least:cpu", true);
+    let mut harness = ShareLimiterHarness::new("least:cpu", true);
     let opened_counts_by_interval: Vec<[u64; 2]> = (0..1_200)
         .map(|interval| {
             harness.simulate_interval(interval);
-            [harness.opened_counts[BYZANTINE_SERVER], harness.opened_counts.iter().sum()]
+            [harness.opened_counts[BYZANTINE_SERVER_INDEX], harness.opened_counts.iter().sum()]
         })
         .collect();
-    let byzantine_share = |window: &[[u64; 2]]| {
+    let compute_byzantine_share = |window: &[[u64; 2]]| {
         let [[false_count, total_count], [later_false_count, later_total_count]] =
             [window[0], window[window.len() - 1]];
         (later_false_count - false_count) as f64 / (later_total_count - total_count) as f64
     };
-    let maximum_share = opened_counts_by_interval[600..].windows(101).map(byzantine_share).fold(0.0, f64::max);
+    let maximum_share = opened_counts_by_interval[600..].windows(101).map(compute_byzantine_share).fold(0.0, f64::max);
     // The connections of a quarter of a second may come after the allowance is spent.
     assert!(maximum_share < 0.2 + 0.25 / 10.0, "{maximum_share}");
 }
@@ -179,7 +185,7 @@ fn byzantine_server_gets_at_most_twice_its_share_in_ten_seconds() {
 #[test]
 fn byzantine_server_with_a_degenerate_key_gets_no_larger_share() {
     for hash in 0..16 {
-        let mut harness = Harness::new("crossrss", true);
+        let mut harness = ShareLimiterHarness::new("crossrss", true);
         harness.byzantine_key_and_hash = Some((RssKey::new(&[0; 40]).unwrap(), hash));
         let byzantine_share = harness.byzantine_server_share();
         assert!(byzantine_share < 0.21, "hash {hash}: {byzantine_share}");
@@ -189,7 +195,7 @@ fn byzantine_server_with_a_degenerate_key_gets_no_larger_share() {
 #[test]
 fn honest_servers_are_not_limited() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
-        let mut harness = Harness::new(policy, false);
+        let mut harness = ShareLimiterHarness::new(policy, false);
         for interval in 0..600 {
             harness.simulate_interval(interval);
             assert_eq!(harness.controller.share_limiter.limited_server_count(), 0, "{policy}, interval {interval}");
@@ -199,7 +205,7 @@ fn honest_servers_are_not_limited() {
 
 #[test]
 fn byzantine_server_is_not_limited_once_it_reports_its_load() {
-    let mut harness = Harness::new("crossrss", true);
+    let mut harness = ShareLimiterHarness::new("crossrss", true);
     (0..300).for_each(|interval| harness.simulate_interval(interval));
     assert_eq!(harness.controller.share_limiter.limited_server_count(), 1);
     harness.has_byzantine_server = false;

@@ -11,19 +11,19 @@ use coreward_api::types::{
 };
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::policy::{Pool, PoolServer, RssGroup, ServerCapacity, rss_groups, rss_key_count};
+use coreward_model::policy::{PoolServer, RssGroup, ServerCapacity, ServerPool, rss_groups, rss_key_count};
 use coreward_model::rss::{RssConfig, RssKey};
 
 use super::agent::{Agent, ConnectionCount};
 use super::drains::to_counted_connections;
 use super::service::Service;
 use super::{Controller, Now};
-use coreward_fleet::config::OtherBalancer;
+use coreward_fleet::config::MigrationLoadBalancer;
 use coreward_fleet::fleet::FleetServer;
 
 impl Controller {
     /// Returns servers in the order of their ids, either those whose ids follow `last_id`, or all servers.
-    pub fn servers_after(&self, last_id: Option<ServerId>) -> impl Iterator<Item = (ServerId, &FleetServer)> {
+    pub fn servers_after_id(&self, last_id: Option<ServerId>) -> impl Iterator<Item = (ServerId, &FleetServer)> {
         let lower_bound = last_id.map_or(Bound::Unbounded, Bound::Excluded);
         self.fleet.servers.range((lower_bound, Bound::Unbounded)).map(|(id, server)| (*id, server))
     }
@@ -53,11 +53,12 @@ impl Controller {
     pub fn status(&self, now: Now) -> Status {
         let service_with_members = |position| {
             let service = self.service_status(position, None, false, now)?;
-            let members = self.members_after((position, service.address), None, usize::MAX, now);
+            let members = self.members_after_id((position, service.address), None, usize::MAX, now);
             Some(service.with_members(members.into_iter().map(|(_, member)| member).collect()))
         };
         let services = (0..self.services.len()).filter_map(service_with_members).collect();
-        let servers = self.servers_after(None).map(|(id, server)| self.server_status(id, server, false, now)).collect();
+        let servers =
+            self.servers_after_id(None).map(|(id, server)| self.server_status(id, server, false, now)).collect();
         Status { services, servers, keys: self.keys(now), ..self.status_summary(now) }
     }
 
@@ -69,8 +70,8 @@ impl Controller {
                 counters: balancer.reported_state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
             };
         Loads {
-            at_unix_ms: now.wall.as_millis() as u64,
-            uptime_ms: now.monotonic.as_millis() as u64,
+            at_unix_ms: now.wall_time.as_millis() as u64,
+            uptime_ms: now.monotonic_time.as_millis() as u64,
             servers: Vec::new(),
             load_balancers: self.load_balancers.iter().map(load_balancer_counts).collect(),
         }
@@ -81,12 +82,12 @@ impl Controller {
         let empty_agent = Agent::default();
         let agent = self.agent(id).unwrap_or(&empty_agent);
         let newest_report = agent.newest_report.as_ref();
-        let core_loads = agent.loads(now).into_iter().flat_map(|loads| loads.iter());
+        let core_loads = agent.fresh_core_loads(now).into_iter().flat_map(|loads| loads.iter());
         ServerLoads {
             name: server.name.clone(),
             core_loads: core_loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
             open_connections: agent.open_connection_count(),
-            service_connections: agent.connection_count(now).map(ConnectionCount::total_connections),
+            service_connections: agent.fresh_connection_count(now).map(ConnectionCount::total_connection_count),
             new_connections: newest_report
                 .map_or(0, |report| report.rss_match_count.saturating_add(report.rss_mismatch_count)),
         }
@@ -123,7 +124,7 @@ impl Controller {
     pub fn overview_service(
         &self,
         service_position: usize,
-        pool: Option<&Pool>,
+        pool: Option<&ServerPool>,
         now: Now,
     ) -> Option<(OverviewService, Vec<ServerId>)> {
         let service = self.services.get(service_position)?;
@@ -142,13 +143,13 @@ impl Controller {
     pub fn overview_server(&self, id: ServerId, server: &FleetServer, now: Now) -> OverviewServer {
         let empty_agent = Agent::default();
         let agent = self.agent(id).unwrap_or(&empty_agent);
-        let state_reason = self.state_reason(id, server, now);
+        let state_reason = self.state_with_reason(id, server, now);
         OverviewServer {
             name: server.name.clone(),
             id: id.get().into(),
             address: server.address,
             state: state_reason.state,
-            state_reason: state_reason.reason,
+            state_reason: state_reason.state_reason,
             report_state: agent.report_state(now),
             weight: server.weight.get(),
             drain: self.drain_of(id, now),
@@ -180,19 +181,19 @@ impl Controller {
     }
 
     /// Returns the status of the service at this position, or `None` if there is no such service. Its members are left
-    /// out ([`Controller::members_after`]). `includes_rss_keys` is whether the status has full RSS keys. `pool` is
+    /// out ([`Controller::members_after_id`]). `includes_rss_keys` is whether the status has full RSS keys. `pool` is
     /// the service's pool if none is cached ([`Controller::needs_pool`]).
     pub fn service_status(
         &self,
         service_position: usize,
-        pool: Option<&Pool>,
+        pool: Option<&ServerPool>,
         includes_rss_keys: bool,
         now: Now,
     ) -> Option<ShownService> {
         let service = self.services.get(service_position)?;
         let fleet_service = service.configuration();
         let pool = pool.map_or_else(|| self.cached_or_computed_pool(service, now), Cow::Borrowed);
-        let table_and_age = service.table_and_age(now);
+        let table_and_age = service.newest_table_and_age(now);
         let rss_groups = self.rss_groups(&pool);
         Some(ShownService {
             name: fleet_service.name.clone(),
@@ -218,17 +219,17 @@ impl Controller {
     }
 
     /// Returns a pool's RSS groups. A group of servers with unknown RSS is not displayed, so its key is irrelevant.
-    pub(super) fn rss_groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
+    pub(super) fn rss_groups<'a>(&self, pool: &'a ServerPool) -> Vec<RssGroup<'a>> {
         rss_groups(pool, &RssKey::microsoft_verification_key())
     }
 
     fn displayed_group(&self, group: &RssGroup<'_>, includes_rss_keys: bool) -> Option<ShownGroup> {
         let server_names = self.server_names(group.servers.iter().map(|server| server.id));
-        let (key, key_fingerprint) = (includes_rss_keys.then(|| group.key.to_string()), group.key.fingerprint());
+        let (key, key_fingerprint) = (includes_rss_keys.then(|| group.key.to_string()), group.key.key_fingerprint());
         (!server_names.is_empty()).then_some(ShownGroup { key, key_fingerprint, servers: server_names })
     }
 
-    pub(super) fn service_warnings(&self, service: &Service, pool: &Pool) -> Vec<String> {
+    pub(super) fn service_warnings(&self, service: &Service, pool: &ServerPool) -> Vec<String> {
         let mut warnings = Vec::new();
         if service.is_failing_open() {
             warnings.push(
@@ -240,7 +241,7 @@ impl Controller {
             warnings.push("no server takes new connections: they are dropped".to_owned());
         }
         warnings.extend(service.configuration().other_balancer.map(migration_warning));
-        if service.configuration().is_lb_stamped() && self.load_balancers.connected_count() == 0 {
+        if service.configuration().is_lb_stamped() && self.load_balancers.connected_load_balancer_count() == 0 {
             warnings.push(
                 "timestamps by load balancers: none is connected, so the servers that they can stamp for are unknown"
                     .to_owned(),
@@ -252,7 +253,7 @@ impl Controller {
     }
 
     /// Returns a warning if the pool has more RSS keys than the data plane supports.
-    fn rss_key_warning(&self, pool: &Pool) -> Option<String> {
+    fn rss_key_warning(&self, pool: &ServerPool) -> Option<String> {
         // Servers are grouped at most once a second, because grouping ten thousand servers takes milliseconds.
         if rss_key_count(pool) <= intf::MAX_RSS_GROUPS as usize {
             return None;
@@ -270,7 +271,7 @@ impl Controller {
     }
 
     /// Returns a warning if indirection tables are longer than the number of buckets.
-    fn bucket_count_warning(&self, bucket_count: usize, pool: &Pool) -> Option<String> {
+    fn bucket_count_warning(&self, bucket_count: usize, pool: &ServerPool) -> Option<String> {
         let has_longer_table = |server: &&PoolServer| {
             server.rss.as_ref().is_some_and(|rss| rss.indirection_table.entry_count() > bucket_count)
         };
@@ -289,7 +290,7 @@ impl Controller {
     pub fn server_status(&self, id: ServerId, server: &FleetServer, includes_rss_keys: bool, now: Now) -> Server {
         let empty_agent = Agent::default();
         let agent = self.agent(id).unwrap_or(&empty_agent);
-        let state_reason = self.state_reason(id, server, now);
+        let state_reason = self.state_with_reason(id, server, now);
         let newest_report = agent.newest_report.as_ref();
         Server {
             name: server.name.clone(),
@@ -297,10 +298,10 @@ impl Controller {
             address: server.address,
             vlan: server.vlan.id(),
             state: state_reason.state,
-            state_for_ms: state_reason.duration_ms(),
-            state_reason: state_reason.reason,
+            state_for_ms: state_reason.state_duration_ms(),
+            state_reason: state_reason.state_reason,
             report_state: agent.report_state(now),
-            core_loads: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
+            core_loads: agent.fresh_core_loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             report_age_ms: newest_report.map_or(0, |report| milliseconds_since(report.received_at, now)),
             open_connections: agent.open_connection_count(),
             rss: displayed_rss(agent, includes_rss_keys),
@@ -308,9 +309,9 @@ impl Controller {
             rss_mismatched_syns: newest_report.map_or(0, |report| report.rss_mismatch_count),
             warnings: self.server_warnings(server, agent, now),
             weight: server.weight.get(),
-            capacity: self.capacity(server, agent).unwrap_or(0.0),
+            capacity: self.server_capacity(server, agent).unwrap_or(0.0),
             configuration_generation: agent.confirmed_generation,
-            counters: newest_report.iter().flat_map(|report| report.details.counters.iter().cloned()).collect(),
+            counters: newest_report.iter().flat_map(|report| report.details.bpf_counters.iter().cloned()).collect(),
             dispatched_services: newest_report
                 .iter()
                 .flat_map(|report| &report.details.dispatched_services)
@@ -318,15 +319,15 @@ impl Controller {
                 .collect(),
             drain: self.drain_of(id, now),
             rack: agent.session.as_ref().and_then(|session| session.rack_name.as_ref().map(ToString::to_string)),
-            permitted_racks: self.fleet.server_allowed_racks(id).map(|racks| racks.iter().cloned().collect()),
-            connection_counts: agent.connection_count(now).map(|count| to_counted_connections(count, now)),
+            permitted_racks: self.fleet.racks_allowed_for_server(id).map(|racks| racks.iter().cloned().collect()),
+            connection_counts: agent.fresh_connection_count(now).map(|count| to_counted_connections(count, now)),
         }
     }
 
     /// Returns the server's configured capacity, or else the number of its cores.
-    pub(super) fn capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
-        let core_count = || agent.core_count().map(|cores| cores as f64);
-        server.capacity.map(ServerCapacity::get).or_else(core_count)
+    pub(super) fn server_capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
+        let count_cores = || agent.core_count().map(|cores| cores as f64);
+        server.capacity.map(ServerCapacity::get).or_else(count_cores)
     }
 
     pub(super) fn server_warnings(&self, server: &FleetServer, agent: &Agent, now: Now) -> Vec<String> {
@@ -340,8 +341,8 @@ impl Controller {
                 clock_lead.as_millis()
             ));
         }
-        warnings.extend(agent.rss_state.problem.clone());
-        if let (Some(rss), Some(loads)) = (agent.rss_config(), agent.loads(now)) {
+        warnings.extend(agent.rss_state.rss_problem.clone());
+        if let (Some(rss), Some(loads)) = (agent.rss_config(), agent.fresh_core_loads(now)) {
             warnings.extend(queue_count_warning(rss, loads.len()));
         }
         warnings.extend(agent.newest_report.iter().flat_map(|report| report.details.warnings.iter().cloned()));
@@ -356,7 +357,7 @@ fn displayed_rss(agent: &Agent, includes_rss_keys: bool) -> Option<ServerRss> {
     Some(ServerRss {
         source: reported_rss.source.clone(),
         key: rss_config.filter(|_| includes_rss_keys).map(|rss| rss.key.to_string()),
-        key_fingerprint: rss_config.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
+        key_fingerprint: rss_config.map(|rss| rss.key.key_fingerprint()).unwrap_or_default(),
         input_transform: rss_config.map(|rss| rss.key.input_transform().name().to_owned()).unwrap_or_default(),
         indirection_table: rss_config
             .iter()
@@ -367,7 +368,7 @@ fn displayed_rss(agent: &Agent, includes_rss_keys: bool) -> Option<ServerRss> {
 }
 
 /// Returns a warning that packets of a service are sent to another load balancer (migration).
-fn migration_warning(other: OtherBalancer) -> String {
+fn migration_warning(other: MigrationLoadBalancer) -> String {
     match other.takes_new_connections {
         true => format!("new connections are sent to {} (migrate_to)", other.address),
         false => format!(
@@ -385,5 +386,5 @@ fn queue_count_warning(rss: &RssConfig, core_count: usize) -> Option<String> {
 }
 
 pub(super) fn milliseconds_since(start_time: Duration, now: Now) -> u32 {
-    now.monotonic.saturating_sub(start_time).as_millis() as u32
+    now.monotonic_time.saturating_sub(start_time).as_millis() as u32
 }

@@ -27,7 +27,7 @@ pub struct TableAcks {
 }
 
 impl TableAcks {
-    pub fn record_table(&mut self, service: ServiceIndex, generation: u64, trigger: TableTrigger) {
+    pub fn record_unconfirmed_table(&mut self, service: ServiceIndex, generation: u64, trigger: TableTrigger) {
         let unconfirmed_tables = self.unconfirmed_tables.entry(service).or_default();
         if unconfirmed_tables.len() == MAX_UNCONFIRMED_TABLES {
             unconfirmed_tables.pop_front();
@@ -49,10 +49,10 @@ impl TableAcks {
             .take_while(|(table_generation, _)| *table_generation <= generation)
         {
             if trigger.is_load_change {
-                self.latency_since_receipt.observe(now.monotonic.saturating_sub(trigger.received_at));
+                self.latency_since_receipt.observe_latency(now.monotonic_time.saturating_sub(trigger.received_at));
             }
             if let Some(sent_at) = trigger.sent_at {
-                self.latency_since_sent.observe(now.wall.saturating_sub(sent_at));
+                self.latency_since_sent.observe_latency(now.wall_time.saturating_sub(sent_at));
             }
         }
     }
@@ -61,7 +61,7 @@ impl TableAcks {
         self.confirmed_generations.retain(|(confirming_session, _), _| *confirming_session != session);
     }
 
-    pub fn retain(&mut self, is_in_fleet: impl Fn(ServiceIndex) -> bool) {
+    pub fn retain_fleet_services(&mut self, is_in_fleet: impl Fn(ServiceIndex) -> bool) {
         self.unconfirmed_tables.retain(|service, _| is_in_fleet(*service));
         self.confirmed_generations.retain(|(_, service), _| is_in_fleet(*service));
     }

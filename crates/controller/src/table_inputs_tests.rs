@@ -3,29 +3,29 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use coreward_config::Source;
+use coreward_config::TomlSource;
 use coreward_model::ServerId;
 use coreward_model::health::{HealthVerdict, WhenAllDown};
-use coreward_model::policy::{Pool, PoolServer};
+use coreward_model::policy::{PoolServer, ServerPool};
 use coreward_model::rss::seeded_rng;
-use coreward_wire::{HealthMessage, ServerCheckResult, TrafficMessage, v1};
+use coreward_wire::{HealthMessage, ServerCheckResult, TrafficCountsMessage, v1};
 use proptest::prelude::*;
 
-use super::service::{Eligibility, Service};
-use super::tests::{plain_report, uniform_rss};
-use super::{Controller, Now, Session};
+use super::service::{ServerEligibility, Service};
+use super::tests::{build_plain_report, build_uniform_rss};
+use super::{AgentSession, Controller, Now};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::FleetRecords;
 
 const SERVER_COUNT: usize = 4;
-const POLICIES: [&str; 4] = ["hash", "crossrss-plus", "least", "pow2"];
+const TESTED_POLICY_NAMES: [&str; 4] = ["hash", "crossrss-plus", "least", "pow2"];
 
 /// Whether each server takes new connections, or `None` if the server is not in the document.
 type ServerStates = [Option<bool>; SERVER_COUNT];
 
 #[derive(Debug, Clone)]
-enum InputChange {
+enum TableInputChange {
     Report { server: usize, busy_ms: u64, core_count: u32 },
     Disconnect { server: usize },
     Configure { states: ServerStates, weight: u32, capacity: Option<u32>, has_slow_start: bool, fails_open: bool },
@@ -36,36 +36,38 @@ enum InputChange {
     Nothing,
 }
 
-fn any_input_change() -> impl Strategy<Value = InputChange> {
+fn any_input_change() -> impl Strategy<Value = TableInputChange> {
     let server_state = prop_oneof![1 => Just(None), 1 => Just(Some(false)), 4 => Just(Some(true))];
     let server_states = [server_state.clone(), server_state.clone(), server_state.clone(), server_state];
     let capacity = proptest::option::of(1..4u32);
     prop_oneof![
         6 => (0..SERVER_COUNT, 0..100u64, 1..3u32)
-            .prop_map(|(server, busy_ms, cores)| InputChange::Report { server, busy_ms, core_count: 2 * cores }),
-        1 => (0..SERVER_COUNT).prop_map(|server| InputChange::Disconnect { server }),
+            .prop_map(|(server, busy_ms, cores)| TableInputChange::Report { server, busy_ms, core_count: 2 * cores }),
+        1 => (0..SERVER_COUNT).prop_map(|server| TableInputChange::Disconnect { server }),
         2 => (server_states, 1..4u32, capacity, any::<bool>(), any::<bool>()).prop_map(
             |(states, weight, capacity, has_slow_start, fails_open)| {
-                InputChange::Configure { states, weight, capacity, has_slow_start, fails_open }
+                TableInputChange::Configure { states, weight, capacity, has_slow_start, fails_open }
             }
         ),
-        2 => any::<[bool; SERVER_COUNT]>().prop_map(|is_down| InputChange::CheckResults { is_down }),
-        1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| InputChange::UnresolvedServers { servers }),
-        2 => (0..SERVER_COUNT, 1..50u64)
-            .prop_map(|(server, opened_connection_count)| InputChange::Traffic { server, opened_connection_count }),
-        1 => Just(InputChange::LoseLoadBalancer),
-        2 => Just(InputChange::Nothing),
+        2 => any::<[bool; SERVER_COUNT]>().prop_map(|is_down| TableInputChange::CheckResults { is_down }),
+        1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| TableInputChange::UnresolvedServers { servers }),
+        2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened_connection_count)| {
+            TableInputChange::Traffic { server, opened_connection_count }
+        }),
+        1 => Just(TableInputChange::LoseLoadBalancer),
+        2 => Just(TableInputChange::Nothing),
     ]
 }
 
-fn at(milliseconds: u64) -> Now {
+fn now_at_ms(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
     let wall = Duration::from_secs(1_700_000_000) + monotonic;
-    Now { monotonic, wall, record_time: wall }
+    Now { monotonic_time: monotonic, wall_time: wall, record_time: wall }
 }
 
-fn config_after(change: &InputChange) -> FleetConfig {
-    let InputChange::Configure { states, weight, capacity, has_slow_start: slow_start, fails_open: fail_open } = change
+fn config_after_change(change: &TableInputChange) -> FleetConfig {
+    let TableInputChange::Configure { states, weight, capacity, has_slow_start: slow_start, fails_open: fail_open } =
+        change
     else {
         unreachable!()
     };
@@ -77,30 +79,30 @@ fn config_after(change: &InputChange) -> FleetConfig {
         text += &format!("weight = {weight}\n");
         text += &capacity.map(|capacity| format!("capacity = {capacity}\n")).unwrap_or_default();
     }
-    for (n, policy) in POLICIES.iter().enumerate() {
+    for (n, policy) in TESTED_POLICY_NAMES.iter().enumerate() {
         text += &format!("[[service]]\nname = \"{policy}\"\nvip = \"10.200.0.1:{}\"\npolicy = \"{policy}\"\n", 80 + n);
         text += if *slow_start { "slow_start = \"2s\"\n" } else { "" };
         text += if *fail_open { "when_all_down = \"fail-open\"\n" } else { "" };
         text += "[service.health]\ncheck = \"tcp\"\n";
     }
-    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
+    FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).unwrap()
 }
 
-struct Harness {
+struct TableInputsHarness {
     controller: Controller,
     records: FleetRecords,
-    agent_sessions: [Option<Session>; SERVER_COUNT],
+    agent_sessions: [Option<AgentSession>; SERVER_COUNT],
     report_sequence: u64,
     balancer_session: Option<u64>,
-    traffic_message: TrafficMessage,
+    traffic_message: TrafficCountsMessage,
     /// Inputs of each service's newest table, which are its servers as read for the table, by the service's name.
     table_inputs_by_service: BTreeMap<String, Vec<PoolServer>>,
 }
 
-impl Harness {
-    fn all_servers_configuration() -> InputChange {
+impl TableInputsHarness {
+    fn all_servers_configuration() -> TableInputChange {
         let server_states = [Some(true); SERVER_COUNT];
-        InputChange::Configure {
+        TableInputChange::Configure {
             states: server_states,
             weight: 1,
             capacity: None,
@@ -111,9 +113,11 @@ impl Harness {
 
     fn new() -> Self {
         let initial_change = Self::all_servers_configuration();
-        let mut records = FleetRecords::generate(at(0).wall, &mut seeded_rng(5, 0));
-        records.apply_document(&config_after(&initial_change), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
-        let controller = Controller::new(Fleet::new(&config_after(&initial_change), &records));
+        let mut records = FleetRecords::generate(now_at_ms(0).wall_time, &mut seeded_rng(5, 0));
+        records
+            .apply_document(&config_after_change(&initial_change), now_at_ms(0).wall_time, &mut seeded_rng(6, 0))
+            .unwrap();
+        let controller = Controller::new(Fleet::new(&config_after_change(&initial_change), &records));
         let (agent_sessions, traffic_message, table_inputs_by_service) = Default::default();
         Self {
             controller,
@@ -127,7 +131,7 @@ impl Harness {
     }
 
     /// Applies the change, makes the tables that are due, and compares their inputs with the present ones.
-    fn apply_change_and_check_inputs(&mut self, change: &InputChange, now: Now) {
+    fn apply_change_and_check_inputs(&mut self, change: &TableInputChange, now: Now) {
         self.apply_change(change, now);
         self.controller.poll_inputs(now, true);
         while self.controller.make_next_due_table(now).is_some() {}
@@ -140,10 +144,15 @@ impl Harness {
         let service_indexes: Vec<_> =
             self.controller.services.iter().map(|service| service.configuration().index).collect();
         let targets = service_indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
-        let checked_server = |verdict| ServerCheckResult { verdict: Some(verdict), ..Default::default() };
-        let check_result = |n: usize| checked_server(if is_down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
-        let checked_servers = targets.map(|(index, n)| (index, id(n), check_result(n))).collect();
-        self.controller.load_balancers.record_health(session, HealthMessage { check_results: checked_servers }, now);
+        let build_check_result = |verdict| ServerCheckResult { verdict: Some(verdict), ..Default::default() };
+        let check_result_of_server =
+            |n: usize| build_check_result(if is_down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
+        let checked_servers = targets.map(|(index, n)| (index, server_id(n), check_result_of_server(n))).collect();
+        self.controller.load_balancers.record_health_check_results(
+            session,
+            HealthMessage { check_results: checked_servers },
+            now,
+        );
     }
 
     /// Reports, as the load balancer, the servers whose MAC addresses are unknown.
@@ -158,36 +167,39 @@ impl Harness {
         self.controller.record_load_balancer_state(session, state, now);
     }
 
-    fn apply_change(&mut self, change: &InputChange, now: Now) {
+    fn apply_change(&mut self, change: &TableInputChange, now: Now) {
         match change {
-            InputChange::Report { server, busy_ms, core_count: cores } => {
+            TableInputChange::Report { server, busy_ms, core_count: cores } => {
                 self.report_load(*server, *busy_ms, *cores, now)
             }
-            InputChange::Disconnect { server } => {
+            TableInputChange::Disconnect { server } => {
                 if let Some(session) = self.agent_sessions[*server].take() {
                     self.controller.end_session(&session);
                 }
             }
-            InputChange::Configure { .. } => {
-                let config = config_after(change);
-                if self.records.apply_document(&config, now.wall, &mut seeded_rng(7, 0)).is_ok() {
+            TableInputChange::Configure { .. } => {
+                let config = config_after_change(change);
+                if self.records.apply_document(&config, now.wall_time, &mut seeded_rng(7, 0)).is_ok() {
                     self.controller.configure(Fleet::new(&config, &self.records));
                 }
             }
-            InputChange::CheckResults { is_down } => self.report_check_results(is_down, now),
-            InputChange::UnresolvedServers { servers } => self.report_unresolved_servers(servers, now),
-            InputChange::Traffic { server, opened_connection_count } => {
+            TableInputChange::CheckResults { is_down } => self.report_check_results(is_down, now),
+            TableInputChange::UnresolvedServers { servers } => self.report_unresolved_servers(servers, now),
+            TableInputChange::Traffic { server, opened_connection_count } => {
                 let Some(session) = self.get_or_connect_balancer(now) else { return };
-                self.traffic_message.traffic_by_server.entry(id(*server)).or_default().opened_connection_count +=
-                    opened_connection_count;
+                self.traffic_message
+                    .traffic_by_server
+                    .entry(server_id(*server))
+                    .or_default()
+                    .opened_connection_count += opened_connection_count;
                 self.controller.record_load_balancer_traffic(session, &self.traffic_message, now);
             }
-            InputChange::LoseLoadBalancer => {
+            TableInputChange::LoseLoadBalancer => {
                 if let Some(session) = self.balancer_session.take() {
-                    self.controller.load_balancers.disconnect(session, now);
+                    self.controller.load_balancers.end_session(session, now);
                 }
             }
-            InputChange::Nothing => {}
+            TableInputChange::Nothing => {}
         }
     }
 
@@ -198,14 +210,14 @@ impl Harness {
         }
         let Some(session) = &self.agent_sessions[server] else { return };
         self.report_sequence += 1;
-        let mut report = plain_report(
+        let mut report = build_plain_report(
             self.report_sequence,
             now,
             &vec![busy_ms * 1_000_000 * self.report_sequence; core_count as usize],
         );
         report.time_to_live = Duration::from_secs(2);
         report.rss_generation = u64::from(core_count);
-        report.rss = Some(uniform_rss(128, core_count));
+        report.rss = Some(build_uniform_rss(128, core_count));
         report.open_connection_count = busy_ms as u32;
         let _ = self.controller.record_report(session, Ok(report), now);
     }
@@ -219,12 +231,12 @@ impl Harness {
 
     /// Returns whether the server takes new connections to the service, according to the present inputs.
     fn is_eligible(controller: &Controller, service: &Service, id: ServerId, now: Now) -> bool {
-        let eligibility_of = |id: ServerId| controller.eligibility(service.configuration(), id, now);
+        let compute_eligibility = |id: ServerId| controller.eligibility(service.configuration(), id, now);
         let mut member_ids = service.configuration().members.keys();
         let fails_open = service.configuration().when_all_down == WhenAllDown::FailOpen
-            && member_ids.all(|id| eligibility_of(*id) != Eligibility::Eligible)
-            && eligibility_of(id) == Eligibility::Unhealthy;
-        eligibility_of(id) == Eligibility::Eligible || fails_open
+            && member_ids.all(|id| compute_eligibility(*id) != ServerEligibility::Eligible)
+            && compute_eligibility(id) == ServerEligibility::Unhealthy;
+        compute_eligibility(id) == ServerEligibility::Eligible || fails_open
     }
 
     /// Compares the inputs of each service's newest table with the present values of the same inputs.
@@ -232,11 +244,11 @@ impl Harness {
         for service in &self.controller.services {
             let service_name = &service.configuration().name;
             let current_pool = self.controller.compute_pool(service, now);
-            let current_inputs = comparable_inputs(service, &current_pool);
+            let current_inputs = comparable_pool_servers(service, &current_pool);
             // A dropped pool is read again for the next table, which is not due yet.
             let table_inputs = self.table_inputs_by_service.entry(service_name.clone()).or_default();
             if let Some(pool) = service.cached_pool() {
-                *table_inputs = comparable_inputs(service, pool);
+                *table_inputs = comparable_pool_servers(service, pool);
             }
             assert_eq!(*table_inputs, current_inputs, "{service_name}");
             for server in table_inputs {
@@ -251,14 +263,14 @@ impl Harness {
     }
 }
 
-fn id(server: usize) -> ServerId {
+fn server_id(server: usize) -> ServerId {
     ServerId::try_from(server as u64).unwrap()
 }
 
 /// Returns the pool's servers, without the inputs that the service's policy ignores, and without the counts that each
 /// table restarts.
-fn comparable_inputs(service: &Service, pool: &Pool) -> Vec<PoolServer> {
-    let comparable_server = |server: PoolServer| {
+fn comparable_pool_servers(service: &Service, pool: &ServerPool) -> Vec<PoolServer> {
+    let to_comparable_server = |server: PoolServer| {
         let server = PoolServer { has_new_load: true, ..server };
         let server = match service.reads_traffic() {
             true => server,
@@ -266,36 +278,45 @@ fn comparable_inputs(service: &Service, pool: &Pool) -> Vec<PoolServer> {
         };
         if service.reads_loads() { server } else { PoolServer { loads: None, rss: None, ..server } }
     };
-    pool.servers().iter().cloned().map(comparable_server).collect()
+    pool.servers().iter().cloned().map(to_comparable_server).collect()
 }
 
 /// A table in which a server begins its slow start has the new fraction as an input, and not the earlier value 1.
 #[test]
 fn slow_start_ends_by_a_new_configuration_or_after_its_time() {
-    let server_configuration_change = |second_state: Option<bool>, slow_start: bool| InputChange::Configure {
+    let server_configuration_change = |second_state: Option<bool>, slow_start: bool| TableInputChange::Configure {
         states: [Some(true), second_state, None, None],
         weight: 1,
         capacity: None,
         has_slow_start: slow_start,
         fails_open: false,
     };
-    for (next, pause) in [(server_configuration_change(Some(true), false), 1), (InputChange::Nothing, 2_500)] {
-        let mut harness = Harness::new();
-        harness.apply_change_and_check_inputs(&server_configuration_change(None, true), at(1));
-        harness.apply_change_and_check_inputs(&server_configuration_change(Some(true), true), at(2));
-        harness.apply_change_and_check_inputs(&next, at(2 + pause));
+    for (next, pause) in [(server_configuration_change(Some(true), false), 1), (TableInputChange::Nothing, 2_500)] {
+        let mut harness = TableInputsHarness::new();
+        harness.apply_change_and_check_inputs(&server_configuration_change(None, true), now_at_ms(1));
+        harness.apply_change_and_check_inputs(&server_configuration_change(Some(true), true), now_at_ms(2));
+        harness.apply_change_and_check_inputs(&next, now_at_ms(2 + pause));
     }
 }
 
 /// A new configuration removes load balancers that are neither on record nor connected, and their counts.
 #[test]
 fn traffic_of_a_removed_load_balancer_leaves_the_table() {
-    let mut harness = Harness::new();
-    harness.apply_change_and_check_inputs(&InputChange::Traffic { server: 1, opened_connection_count: 1 }, at(1));
-    harness.apply_change_and_check_inputs(&InputChange::Report { server: 1, busy_ms: 0, core_count: 2 }, at(2));
-    harness.apply_change_and_check_inputs(&InputChange::Traffic { server: 1, opened_connection_count: 1 }, at(3));
-    harness.apply_change_and_check_inputs(&InputChange::LoseLoadBalancer, at(4));
-    harness.apply_change_and_check_inputs(&Harness::all_servers_configuration(), at(5));
+    let mut harness = TableInputsHarness::new();
+    harness.apply_change_and_check_inputs(
+        &TableInputChange::Traffic { server: 1, opened_connection_count: 1 },
+        now_at_ms(1),
+    );
+    harness.apply_change_and_check_inputs(
+        &TableInputChange::Report { server: 1, busy_ms: 0, core_count: 2 },
+        now_at_ms(2),
+    );
+    harness.apply_change_and_check_inputs(
+        &TableInputChange::Traffic { server: 1, opened_connection_count: 1 },
+        now_at_ms(3),
+    );
+    harness.apply_change_and_check_inputs(&TableInputChange::LoseLoadBalancer, now_at_ms(4));
+    harness.apply_change_and_check_inputs(&TableInputsHarness::all_servers_configuration(), now_at_ms(5));
 }
 
 proptest! {
@@ -305,11 +326,11 @@ proptest! {
     fn cached_table_inputs_equal_recomputed_inputs(
         changes in proptest::collection::vec((any_input_change(), 1..3_000u64), 1..40),
     ) {
-        let mut harness = Harness::new();
+        let mut harness = TableInputsHarness::new();
         let mut now_ms = 0;
         for (change, pause) in changes {
             now_ms += pause;
-            harness.apply_change_and_check_inputs(&change, at(now_ms));
+            harness.apply_change_and_check_inputs(&change, now_at_ms(now_ms));
         }
     }
 }

@@ -19,8 +19,8 @@ fn load_fraction(fixed_point_load: u32) -> f64 {
 impl Controller {
     /// Returns a summary of the newest table of every service, without the contents.
     pub fn table_summaries(&self, now: Now) -> Tables {
-        let table_summary = |service: &Service| {
-            let table_and_age = service.table_and_age(now);
+        let summarize_table = |service: &Service| {
+            let table_and_age = service.newest_table_and_age(now);
             TableSummary {
                 service: service.configuration().name.clone(),
                 generation: table_and_age.map_or(0, |(table, _)| table.generation),
@@ -29,7 +29,7 @@ impl Controller {
                 bucket_count: service.configuration().buckets.get(),
             }
         };
-        Tables { tables: self.services.iter().map(table_summary).collect() }
+        Tables { tables: self.services.iter().map(summarize_table).collect() }
     }
 
     pub fn service_position(&self, name: &str) -> Option<usize> {
@@ -39,16 +39,16 @@ impl Controller {
     /// Returns the newest table of this service and its age, or `None` if the service is unknown or has no table yet.
     pub fn newest_table(&self, service: &str, now: Now) -> Option<(Arc<PlacementTable>, Duration)> {
         let service = &self.services[self.service_position(service)?];
-        let (_, age) = service.table_and_age(now)?;
+        let (_, age) = service.newest_table_and_age(now)?;
         Some((service.newest_table()?.table, age))
     }
 }
 
 /// Converts the table to the form of the API. `names` has the names of all servers.
 pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names: &HashMap<ServerId, String>) -> Table {
-    let server_name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
-    let to_api_member = |member: &coreward_model::placement::TableMember| Member {
-        server: server_name(member.server),
+    let find_server_name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
+    let to_api_member = |member: &coreward_model::placement::PlacementTableMember| Member {
+        server: find_server_name(member.server),
         load: load_fraction(member.fixed_point_load),
     };
     Table {
@@ -57,9 +57,9 @@ pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names:
         age_ms: age.as_millis() as u32,
         placement_rule: table.rule.name().to_owned(),
         bucket_count: table.bucket_count.get(),
-        candidates_by_rss_group: candidates_by_group(table, server_name),
+        candidates_by_rss_group: candidates_by_group(table, find_server_name),
         members: table.members.iter().map(to_api_member).collect(),
-        consistent_servers: table.consistent_servers.iter().map(|id| server_name(*id)).collect(),
+        consistent_servers: table.consistent_servers.iter().map(|id| find_server_name(*id)).collect(),
     }
 }
 

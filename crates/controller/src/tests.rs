@@ -1,17 +1,18 @@
 //! Tests of the controller in virtual time.
 
+mod explanations;
 mod rate_limits;
 
 use std::collections::BTreeMap;
 
 use coreward_api::types::{Explanation, ReportState, Server, ServerState};
-use coreward_config::Source;
+use coreward_config::TomlSource;
 use coreward_model::cookie::{self, Cookie, CookieKey};
 use coreward_model::load::CoreReadings;
-use coreward_model::placement::PlacementState;
+use coreward_model::placement::PlacementTableState;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServiceAddress};
-use coreward_wire::{ReportDetails, ReportedRss, WireError, v1};
+use coreward_wire::{AgentReportDetails, ReportedRss, WireError, v1};
 use proptest::prelude::*;
 
 use super::explain::ExplainedPacket;
@@ -19,11 +20,11 @@ use super::*;
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::records::FleetRecords;
 
-const START_TIME: Duration = Duration::from_secs(1_700_000_000);
+const START_WALL_TIME: Duration = Duration::from_secs(1_700_000_000);
 
-fn at(milliseconds: u64) -> Now {
+fn now_at_ms(milliseconds: u64) -> Now {
     let monotonic = Duration::from_millis(milliseconds);
-    Now { monotonic, wall: START_TIME + monotonic, record_time: START_TIME + monotonic }
+    Now { monotonic_time: monotonic, wall_time: START_WALL_TIME + monotonic, record_time: START_WALL_TIME + monotonic }
 }
 
 /// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and the given `states`, and one service.
@@ -34,41 +35,47 @@ fn fleet_config(states: &[&str], policy: &str) -> FleetConfig {
             &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\nstate = \"{state}\"\n", n + 1);
     }
     text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"{policy}\"\n");
-    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
+    FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).unwrap()
 }
 
-struct Harness {
+struct ControllerHarness {
     records: FleetRecords,
     controller: Controller,
 }
 
-impl Harness {
+impl ControllerHarness {
     fn new(states: &[&str], policy: &str) -> Self {
         let random_source = &mut seeded_rng(5, 0);
-        let mut records = FleetRecords::generate(START_TIME, random_source);
+        let mut records = FleetRecords::generate(START_WALL_TIME, random_source);
         let config = fleet_config(states, policy);
-        records.apply_document(&config, START_TIME, random_source).unwrap();
+        records.apply_document(&config, START_WALL_TIME, random_source).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { records, controller }
     }
 
     fn configure(&mut self, states: &[&str], policy: &str, now: Now) {
         let config = fleet_config(states, policy);
-        self.records.apply_document(&config, now.wall, &mut seeded_rng(6, 0)).unwrap();
+        self.records.apply_document(&config, now.wall_time, &mut seeded_rng(6, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
     /// Connects an agent for each server. Each agent reports twice, 100 ms apart, so that loads are known at 100 ms.
-    fn connect_and_report_loads(&mut self, loads: &[&[f64]]) -> Vec<Session> {
-        let sessions: Vec<Session> = (0..loads.len())
-            .map(|n| self.controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap())
+    fn connect_and_report_loads(&mut self, loads: &[&[f64]]) -> Vec<AgentSession> {
+        let sessions: Vec<AgentSession> = (0..loads.len())
+            .map(|n| self.controller.register_agent(&format!("s{n}"), "test", now_at_ms(0)).unwrap())
             .collect();
         for (session, loads) in sessions.iter().zip(loads) {
             self.controller
-                .record_report(session, Ok(report_with_initial_rss(1, at(0), &vec![0; loads.len()])), at(0))
+                .record_report(
+                    session,
+                    Ok(report_with_initial_rss(1, now_at_ms(0), &vec![0; loads.len()])),
+                    now_at_ms(0),
+                )
                 .unwrap();
             let busy_ns: Vec<u64> = loads.iter().map(|load| (load * 100e6) as u64).collect();
-            self.controller.record_report(session, Ok(report_with_initial_rss(2, at(100), &busy_ns)), at(100)).unwrap();
+            self.controller
+                .record_report(session, Ok(report_with_initial_rss(2, now_at_ms(100), &busy_ns)), now_at_ms(100))
+                .unwrap();
         }
         sessions
     }
@@ -86,7 +93,7 @@ impl Harness {
     }
 
     fn explain_packet(&self, port: u16, packet: ExplainedPacket, now: Now) -> Explanation {
-        self.controller.explain(web_service_address(), client_address(port), packet, now).unwrap()
+        self.controller.explain_packet(web_service_address(), client_address(port), packet, now).unwrap()
     }
 }
 
@@ -99,32 +106,33 @@ fn client_address(port: u16) -> std::net::SocketAddr {
 }
 
 /// Returns an RSS configuration whose indirection table assigns its entries to the cores in turn.
-pub(super) fn uniform_rss(entry_count: u32, core_count: u32) -> ReportedRss {
+pub(super) fn build_uniform_rss(entry_count: u32, core_count: u32) -> ReportedRss {
     let queues: Vec<u32> = (0..entry_count).map(|entry| entry % core_count).collect();
     let indirection_table = IndirectionTable::new(&queues).unwrap();
     let rss = RssConfig { key: RssKey::microsoft_verification_key(), indirection_table };
     ReportedRss { source: "ethtool".into(), rss: Some(rss) }
 }
 
-/// Returns a report like [`plain_report`] that is valid for 300 ms, with an RSS configuration if it is the first one.
+/// Returns a report like [`build_plain_report`] that is valid for 300 ms, with an RSS configuration if it is the first
+/// one.
 fn report_with_initial_rss(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
     AgentReport {
         time_to_live: Duration::from_millis(300),
         open_connection_count: 10,
         rss_generation: 1,
-        rss: (sequence == 1).then(|| uniform_rss(128, 4)),
-        ..plain_report(sequence, now, busy_ns)
+        rss: (sequence == 1).then(|| build_uniform_rss(128, 4)),
+        ..build_plain_report(sequence, now, busy_ns)
     }
 }
 
 /// Returns a report that is valid for a minute, without an RSS configuration.
-pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
+pub(super) fn build_plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
     AgentReport {
-        sent_at: now.wall,
+        sent_at: now.wall_time,
         time_to_live: Duration::from_secs(60),
         readings: CoreReadings {
             report_sequence: sequence,
-            measured_ns: now.monotonic.as_nanos() as u64,
+            measured_ns: now.monotonic_time.as_nanos() as u64,
             busy_ns: busy_ns.to_vec(),
         },
         open_connection_count: 0,
@@ -133,7 +141,7 @@ pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentRep
         rss_matched_syn_count: 0,
         rss_mismatched_syn_count: 0,
         configuration_generation: 0,
-        details: Some(ReportDetails::default()),
+        details: Some(AgentReportDetails::default()),
     }
 }
 
@@ -149,19 +157,19 @@ fn bucket_counts_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 
 #[test]
 fn placement_tables_follow_reported_loads() {
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+    let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     // Without reports, bucket i goes to server i mod n.
-    assert_eq!(bucket_counts_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
+    assert_eq!(bucket_counts_by_server(&harness.make_table(now_at_ms(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
     let sessions = harness.connect_and_report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5; 4]]);
-    let table = harness.make_table(at(100));
+    let table = harness.make_table(now_at_ms(100));
     let chosen_servers: Vec<u16> = (0..4).map(|bucket| table.bucket_candidates(0, bucket)[0].server.get()).collect();
     assert_eq!(chosen_servers, [1, 0, 2, 2]);
     // s2 becomes busy. Half of the change counts (alpha 0.5), so 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
     harness
         .controller
-        .record_report(&sessions[2], Ok(report_with_initial_rss(3, at(200), &[150_000_000; 4])), at(200))
+        .record_report(&sessions[2], Ok(report_with_initial_rss(3, now_at_ms(200), &[150_000_000; 4])), now_at_ms(200))
         .unwrap();
-    let table = harness.make_table(at(200));
+    let table = harness.make_table(now_at_ms(200));
     assert_eq!(table.bucket_candidates(0, 2)[0].server.get(), 2);
     assert_eq!(table.bucket_candidates(0, 2)[0].fixed_point_load, coreward_model::load::load_to_fixed_point(0.75));
     assert_eq!(table.generation, 3);
@@ -169,88 +177,97 @@ fn placement_tables_follow_reported_loads() {
 
 #[test]
 fn server_without_fresh_reports_counts_with_the_mean_load() {
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    assert!(!harness.controller.are_all_loads_known(at(0)));
+    let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+    assert!(!harness.controller.are_all_loads_known(now_at_ms(0)));
     let sessions = harness.connect_and_report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
-    assert!(harness.controller.are_all_loads_known(at(400)) && !harness.controller.are_all_loads_known(at(401)));
-    assert_eq!(bucket_counts_by_server(&harness.make_table(at(100))), BTreeMap::from([(0, 128)]));
-    assert_eq!(harness.server_status("s0", at(400)).report_state, ReportState::Fresh);
+    assert!(
+        harness.controller.are_all_loads_known(now_at_ms(400))
+            && !harness.controller.are_all_loads_known(now_at_ms(401))
+    );
+    assert_eq!(bucket_counts_by_server(&harness.make_table(now_at_ms(100))), BTreeMap::from([(0, 128)]));
+    assert_eq!(harness.server_status("s0", now_at_ms(400)).report_state, ReportState::Fresh);
     // s1 and s2 continue to report, while s0 stops. After its time to live, s0 counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy_ns = [(load * 500e6) as u64; 4];
-        harness.controller.record_report(session, Ok(report_with_initial_rss(3, at(500), &busy_ns)), at(500)).unwrap();
+        harness
+            .controller
+            .record_report(session, Ok(report_with_initial_rss(3, now_at_ms(500), &busy_ns)), now_at_ms(500))
+            .unwrap();
     }
-    assert_eq!(bucket_counts_by_server(&harness.make_table(at(401))), BTreeMap::from([(1, 128)]));
-    let status = harness.server_status("s0", at(401));
+    assert_eq!(bucket_counts_by_server(&harness.make_table(now_at_ms(401))), BTreeMap::from([(1, 128)]));
+    let status = harness.server_status("s0", now_at_ms(401));
     assert_eq!((status.report_state, status.core_loads.len(), status.report_age_ms), (ReportState::Stale, 0, 301));
-    harness.controller.record_report(&sessions[0], Ok(report_with_initial_rss(3, at(600), &[0; 4])), at(600)).unwrap();
-    assert_eq!(bucket_counts_by_server(&harness.make_table(at(600))), BTreeMap::from([(0, 128)]));
+    harness
+        .controller
+        .record_report(&sessions[0], Ok(report_with_initial_rss(3, now_at_ms(600), &[0; 4])), now_at_ms(600))
+        .unwrap();
+    assert_eq!(bucket_counts_by_server(&harness.make_table(now_at_ms(600))), BTreeMap::from([(0, 128)]));
 }
 
 #[test]
 fn unknown_server_is_rejected() {
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    let rejection = harness.controller.register_agent("s9", "test", at(0)).unwrap_err();
+    let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+    let rejection = harness.controller.register_agent("s9", "test", now_at_ms(0)).unwrap_err();
     assert_eq!(
         rejection.to_string(),
         "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
     );
-    assert_eq!(harness.controller.status(at(0)).rejected_reports["unknown_server"], 1);
+    assert_eq!(harness.controller.status(now_at_ms(0)).rejected_reports["unknown_server"], 1);
 }
 
 #[test]
 fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    let first_session = harness.controller.register_agent("s0", "test", at(0)).unwrap();
-    let report = report_with_initial_rss(1, at(100), &[0; 4]);
-    harness.controller.record_report(&first_session, Ok(report), at(100)).unwrap();
-    let rejection = harness.controller.register_agent("s0", "test", at(400)).unwrap_err();
+    let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+    let first_session = harness.controller.register_agent("s0", "test", now_at_ms(0)).unwrap();
+    let report = report_with_initial_rss(1, now_at_ms(100), &[0; 4]);
+    harness.controller.record_report(&first_session, Ok(report), now_at_ms(100)).unwrap();
+    let rejection = harness.controller.register_agent("s0", "test", now_at_ms(400)).unwrap_err();
     assert_eq!(
         rejection.to_string(),
         "server \"s0\" has an agent already, last message 300 ms ago: expected one agent per server"
     );
     // After 300 ms the new agent takes over, and the old one's late report is rejected.
-    let second_session = harness.controller.register_agent("s0", "test", at(401)).unwrap();
+    let second_session = harness.controller.register_agent("s0", "test", now_at_ms(401)).unwrap();
     let late_rejection = harness
         .controller
-        .record_report(&first_session, Ok(report_with_initial_rss(2, at(410), &[0; 4])), at(410))
+        .record_report(&first_session, Ok(report_with_initial_rss(2, now_at_ms(410), &[0; 4])), now_at_ms(410))
         .unwrap_err();
-    assert_eq!(late_rejection, Rejection::Superseded("s0".into()));
+    assert_eq!(late_rejection, MessageRejection::Superseded("s0".into()));
     harness.controller.end_session(&first_session);
-    let report = report_with_initial_rss(1, at(420), &[0; 4]);
-    harness.controller.record_report(&second_session, Ok(report), at(420)).unwrap();
+    let report = report_with_initial_rss(1, now_at_ms(420), &[0; 4]);
+    harness.controller.record_report(&second_session, Ok(report), now_at_ms(420)).unwrap();
     harness.controller.end_session(&second_session);
-    harness.controller.register_agent("s0", "test", at(421)).unwrap();
-    let rejection_counts = harness.controller.status(at(421)).rejected_reports;
+    harness.controller.register_agent("s0", "test", now_at_ms(421)).unwrap();
+    let rejection_counts = harness.controller.status(now_at_ms(421)).rejected_reports;
     assert_eq!((rejection_counts["duplicate_session"], rejection_counts["superseded"]), (1, 1));
 }
 
 #[test]
 fn rejected_reports_are_counted_and_change_nothing() {
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+    let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let session = harness.connect_and_report_loads(&[&[0.25; 4]]).remove(0);
-    let load_before = harness.server_status("s0", at(150)).core_loads;
-    let mut reject_report = |report: Result<AgentReport, ReportError>| {
-        let rejection = harness.controller.record_report(&session, report, at(150)).unwrap_err();
+    let load_before = harness.server_status("s0", now_at_ms(150)).core_loads;
+    let mut reject_report = |report: Result<AgentReport, AgentReportError>| {
+        let rejection = harness.controller.record_report(&session, report, now_at_ms(150)).unwrap_err();
         assert!(!rejection.ends_session());
         (rejection.counter_name(), rejection.to_string())
     };
     assert_eq!(
-        reject_report(Ok(report_with_initial_rss(2, at(150), &[0; 4]))),
+        reject_report(Ok(report_with_initial_rss(2, now_at_ms(150), &[0; 4]))),
         ("out_of_order", "report 2 after report 2: out of order".into())
     );
     assert_eq!(
-        reject_report(Ok(report_with_initial_rss(3, at(150), &[]))),
+        reject_report(Ok(report_with_initial_rss(3, now_at_ms(150), &[]))),
         ("no_cores", "a report without cores".into())
     );
-    assert_eq!(reject_report(Ok(report_with_initial_rss(3, at(100), &[90_000_000; 4]))).0, "clock_stalled");
-    assert_eq!(reject_report(Err(ReportError::TimeToLiveMsOutOfRange(0))).0, "time_to_live");
-    assert_eq!(harness.server_status("s0", at(150)).core_loads, load_before);
+    assert_eq!(reject_report(Ok(report_with_initial_rss(3, now_at_ms(100), &[90_000_000; 4]))).0, "clock_stalled");
+    assert_eq!(reject_report(Err(AgentReportError::TimeToLiveMsOutOfRange(0))).0, "time_to_live");
+    assert_eq!(harness.server_status("s0", now_at_ms(150)).core_loads, load_before);
     harness
         .controller
-        .record_report(&session, Ok(report_with_initial_rss(3, at(1_150), &[100_000_000; 4])), at(150))
+        .record_report(&session, Ok(report_with_initial_rss(3, now_at_ms(1_150), &[100_000_000; 4])), now_at_ms(150))
         .unwrap();
-    let status = harness.controller.status(at(150));
+    let status = harness.controller.status(now_at_ms(150));
     assert_eq!(status.rejected_reports.values().sum::<u64>(), 4);
     assert_eq!(status.accepted_reports, 3);
 }
@@ -258,10 +275,10 @@ fn rejected_reports_are_counted_and_change_nothing() {
 /// If the controller's wall clock is set back by an hour, or the server's forward, loads remain, with a warning.
 #[test]
 fn wall_clock_step_changes_no_load() {
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+    let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let session = harness.connect_and_report_loads(&[&[0.25; 4]]).remove(0);
     for (sequence, is_hour_ahead) in [(3, true), (4, false)] {
-        let now = at(sequence * 100);
+        let now = now_at_ms(sequence * 100);
         let mut next_report = report_with_initial_rss(sequence, now, &[sequence * 25_000_000; 4]);
         if is_hour_ahead {
             next_report.sent_at += Duration::from_secs(3600);
@@ -276,20 +293,20 @@ fn wall_clock_step_changes_no_load() {
 
 #[test]
 fn malformed_rss_invalidates_the_previous_rss() {
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+    let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let session = harness.connect_and_report_loads(&[&[0.25; 4]]).remove(0);
-    assert!(harness.server_status("s0", at(100)).rss.is_some());
+    assert!(harness.server_status("s0", now_at_ms(100)).rss.is_some());
     let invalid_length =
         v1::Rss { source: "ethtool".into(), key: vec![1; 40], indirection_table: vec![0; 100], input_transform: 0 };
     let malformed_rss: Result<ReportedRss, WireError> = (&invalid_length).try_into();
     let rejection = harness
         .controller
-        .record_report(&session, Err(ReportError::InvalidRss(malformed_rss.unwrap_err())), at(200))
+        .record_report(&session, Err(AgentReportError::InvalidRss(malformed_rss.unwrap_err())), now_at_ms(200))
         .unwrap_err();
     assert_eq!(rejection.counter_name(), "malformed_rss");
-    let next_report = AgentReport { rss_generation: 2, ..report_with_initial_rss(4, at(300), &[50_000_000; 4]) };
-    harness.controller.record_report(&session, Ok(next_report), at(300)).unwrap();
-    let status = harness.server_status("s0", at(300));
+    let next_report = AgentReport { rss_generation: 2, ..report_with_initial_rss(4, now_at_ms(300), &[50_000_000; 4]) };
+    harness.controller.record_report(&session, Ok(next_report), now_at_ms(300)).unwrap();
+    let status = harness.server_status("s0", now_at_ms(300));
     assert_eq!(status.rss, None);
     assert_eq!(
         status.warnings,
@@ -298,14 +315,15 @@ fn malformed_rss_invalidates_the_previous_rss() {
     );
     let valid_report = AgentReport {
         rss_generation: 3,
-        rss: Some(uniform_rss(64, 4)),
-        ..report_with_initial_rss(5, at(400), &[60_000_000; 4])
+        rss: Some(build_uniform_rss(64, 4)),
+        ..report_with_initial_rss(5, now_at_ms(400), &[60_000_000; 4])
     };
-    harness.controller.record_report(&session, Ok(valid_report), at(400)).unwrap();
-    assert_eq!(harness.server_status("s0", at(400)).rss.unwrap().indirection_table.len(), 64);
-    let report_without_rss = AgentReport { rss_generation: 4, ..report_with_initial_rss(6, at(500), &[70_000_000; 4]) };
-    harness.controller.record_report(&session, Ok(report_without_rss), at(500)).unwrap();
-    let status = harness.server_status("s0", at(500));
+    harness.controller.record_report(&session, Ok(valid_report), now_at_ms(400)).unwrap();
+    assert_eq!(harness.server_status("s0", now_at_ms(400)).rss.unwrap().indirection_table.len(), 64);
+    let report_without_rss =
+        AgentReport { rss_generation: 4, ..report_with_initial_rss(6, now_at_ms(500), &[70_000_000; 4]) };
+    harness.controller.record_report(&session, Ok(report_without_rss), now_at_ms(500)).unwrap();
+    let status = harness.server_status("s0", now_at_ms(500));
     assert_eq!(
         (status.rss, status.warnings),
         (None, vec!["its RSS of generation 4 was announced but not received".to_owned()])
@@ -314,88 +332,88 @@ fn malformed_rss_invalidates_the_previous_rss() {
 
 #[test]
 fn draining_or_removed_server_keeps_only_its_connections() {
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+    let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let sessions = harness.connect_and_report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
-    harness.configure(&["draining", "active", "active"], "crossrss", at(100));
-    assert_eq!(bucket_counts_by_server(&harness.make_table(at(100))), BTreeMap::from([(1, 128)]));
+    harness.configure(&["draining", "active", "active"], "crossrss", now_at_ms(100));
+    assert_eq!(bucket_counts_by_server(&harness.make_table(now_at_ms(100))), BTreeMap::from([(1, 128)]));
     // s2 leaves. Its loads and its agent remain, and load balancers still reach it.
-    harness.configure(&["draining", "active"], "crossrss", at(200));
-    let fleet = harness.controller.fleet_configuration(at(200));
+    harness.configure(&["draining", "active"], "crossrss", now_at_ms(200));
+    let fleet = harness.controller.fleet_configuration(now_at_ms(200));
     let server_eligibilities: Vec<(&str, bool)> =
         fleet.services[0].servers.iter().map(|server| (server.name.as_str(), server.is_eligible)).collect();
     assert_eq!(server_eligibilities, [("s0", false), ("s1", true), ("s2", false)]);
     harness
         .controller
-        .record_report(&sessions[2], Ok(report_with_initial_rss(3, at(200), &[200_000_000; 4])), at(200))
+        .record_report(&sessions[2], Ok(report_with_initial_rss(3, now_at_ms(200), &[200_000_000; 4])), now_at_ms(200))
         .unwrap();
     assert_eq!(harness.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
-    assert_eq!(harness.server_status("s2", at(200)).state, ServerState::Gone);
-    assert_eq!(harness.server_status("s0", at(200)).state, ServerState::Draining);
-    assert_eq!(harness.make_table(at(300)).generation, 2);
-    harness.configure(&["draining", "active"], "crossrss", at(86_400_200));
+    assert_eq!(harness.server_status("s2", now_at_ms(200)).state, ServerState::Gone);
+    assert_eq!(harness.server_status("s0", now_at_ms(200)).state, ServerState::Draining);
+    assert_eq!(harness.make_table(now_at_ms(300)).generation, 2);
+    harness.configure(&["draining", "active"], "crossrss", now_at_ms(86_400_200));
     assert_eq!(harness.controller.fleet().servers.len(), 2);
     let departed_rejection = harness
         .controller
-        .record_report(&sessions[2], Ok(report_with_initial_rss(4, at(300), &[0; 4])), at(300))
+        .record_report(&sessions[2], Ok(report_with_initial_rss(4, now_at_ms(300), &[0; 4])), now_at_ms(300))
         .unwrap_err();
-    assert_eq!(departed_rejection, Rejection::UnknownServer("s2".into()));
+    assert_eq!(departed_rejection, MessageRejection::UnknownServer("s2".into()));
     assert!(departed_rejection.ends_session());
 }
 
 #[test]
 fn pool_without_eligible_server_gives_an_empty_table_and_a_warning() {
-    let mut harness = Harness::new(&["draining", "draining"], "crossrss-plus");
-    let table = harness.make_table(at(0));
+    let mut harness = ControllerHarness::new(&["draining", "draining"], "crossrss-plus");
+    let table = harness.make_table(now_at_ms(0));
     assert!(table.members.is_empty() && table.candidates.is_empty());
     assert_eq!(
-        harness.controller.status(at(0)).services[0].warnings,
+        harness.controller.status(now_at_ms(0)).services[0].warnings,
         ["no server takes new connections: they are dropped"]
     );
     assert_eq!(
-        harness.explain_new_connection(1, at(0)).reason,
+        harness.explain_new_connection(1, now_at_ms(0)).reason,
         "none of the 2 servers takes new connections: the new connection is dropped"
     );
 }
 
 #[test]
 fn unreachable_server_gets_no_connections() {
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+    let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     harness.connect_and_report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
-    let unresolved_state = |names: &[&str]| v1::LoadBalancerState {
+    let build_unresolved_state = |names: &[&str]| v1::LoadBalancerState {
         unresolved_servers: names.iter().map(|name| (*name).to_owned()).collect(),
         ..Default::default()
     };
     let controller = &mut harness.controller;
-    let (lb1, lb2) = ["lb1", "lb2"].map(|name| controller.register_load_balancer(name, at(0)).unwrap()).into();
-    controller.record_load_balancer_state(lb1, unresolved_state(&["s0"]), at(0));
-    controller.record_load_balancer_state(lb2, unresolved_state(&[]), at(0));
-    controller.record_load_balancer_state(lb1, unresolved_state(&["s0"]), at(4_000));
-    assert!(!controller.load_balancers.is_unreachable("s0", at(4_000)));
-    controller.record_load_balancer_state(lb2, unresolved_state(&["s0"]), at(5_000));
-    assert!(!controller.load_balancers.is_unreachable("s0", at(7_999)));
-    assert!(controller.load_balancers.is_unreachable("s0", at(8_000)));
-    assert_eq!(harness.make_table(at(8_000)).members.len(), 2);
+    let (lb1, lb2) = ["lb1", "lb2"].map(|name| controller.register_load_balancer(name, now_at_ms(0)).unwrap()).into();
+    controller.record_load_balancer_state(lb1, build_unresolved_state(&["s0"]), now_at_ms(0));
+    controller.record_load_balancer_state(lb2, build_unresolved_state(&[]), now_at_ms(0));
+    controller.record_load_balancer_state(lb1, build_unresolved_state(&["s0"]), now_at_ms(4_000));
+    assert!(!controller.load_balancers.is_unreachable("s0", now_at_ms(4_000)));
+    controller.record_load_balancer_state(lb2, build_unresolved_state(&["s0"]), now_at_ms(5_000));
+    assert!(!controller.load_balancers.is_unreachable("s0", now_at_ms(7_999)));
+    assert!(controller.load_balancers.is_unreachable("s0", now_at_ms(8_000)));
+    assert_eq!(harness.make_table(now_at_ms(8_000)).members.len(), 2);
     assert_eq!(
-        harness.server_status("s0", at(8_000)).warnings,
+        harness.server_status("s0", now_at_ms(8_000)).warnings,
         ["no load balancer can find its MAC address: it takes no new connections"]
     );
-    harness.controller.record_load_balancer_state(lb1, unresolved_state(&[]), at(9_000));
-    assert_eq!(harness.make_table(at(9_000)).members.len(), 3);
+    harness.controller.record_load_balancer_state(lb1, build_unresolved_state(&[]), now_at_ms(9_000));
+    assert_eq!(harness.make_table(now_at_ms(9_000)).members.len(), 3);
 }
 
 #[test]
 fn status_lists_rss_groups_and_servers_outside_them() {
-    let mut harness = Harness::new(&["active"; 6], "crossrss");
+    let mut harness = ControllerHarness::new(&["active"; 6], "crossrss");
     for n in 0..6u8 {
-        let session = harness.controller.register_agent(&format!("s{n}"), "test", at(0)).unwrap();
+        let session = harness.controller.register_agent(&format!("s{n}"), "test", now_at_ms(0)).unwrap();
         let rss_key = RssKey::new(&[n.saturating_sub(1); 40]).unwrap();
         let queues: Vec<u32> = (0..256).map(|entry| entry % 4).collect();
         let rss = RssConfig { key: rss_key, indirection_table: IndirectionTable::new(&queues).unwrap() };
         let reported_rss = ReportedRss { source: "ethtool".into(), rss: Some(rss) };
-        let report = AgentReport { rss: Some(reported_rss), ..report_with_initial_rss(1, at(0), &[0; 2]) };
-        harness.controller.record_report(&session, Ok(report), at(0)).unwrap();
+        let report = AgentReport { rss: Some(reported_rss), ..report_with_initial_rss(1, now_at_ms(0), &[0; 2]) };
+        harness.controller.record_report(&session, Ok(report), now_at_ms(0)).unwrap();
     }
-    let service = harness.controller.status(at(0)).services.remove(0);
+    let service = harness.controller.status(now_at_ms(0)).services.remove(0);
     let grouped_servers: Vec<Vec<String>> = service.rss_groups.into_iter().map(|group| group.servers).collect();
     assert_eq!(grouped_servers, [vec!["s0", "s1"], vec!["s2"], vec!["s3"], vec!["s4"]]);
     assert_eq!(
@@ -411,111 +429,12 @@ fn status_lists_rss_groups_and_servers_outside_them() {
 
 #[test]
 fn receive_queue_without_a_core_is_reported() {
-    let mut harness = Harness::new(&["active"], "crossrss");
+    let mut harness = ControllerHarness::new(&["active"], "crossrss");
     harness.connect_and_report_loads(&[&[0.5; 2]]);
     assert_eq!(
-        harness.server_status("s0", at(100)).warnings,
+        harness.server_status("s0", now_at_ms(100)).warnings,
         ["its indirection table names receive queue 3, but 2 cores report"]
     );
-}
-
-#[test]
-fn explanations_contain_the_decision_and_its_reason() {
-    let loads: [&[f64]; 3] = [&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5; 4]];
-    let bucket_of = |port| {
-        RssKey::microsoft_verification_key()
-            .toeplitz_hash(&FourTuple::new(client_address(port), web_service_address().vip_and_port).unwrap().bytes())
-            & 127
-    };
-    // Client port whose bucket belongs to core 1.
-    let port = (40_000..).find(|port| bucket_of(*port) % 4 == 1).unwrap();
-    let bucket = bucket_of(port);
-
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    assert_eq!(harness.explain_new_connection(port, at(0)).reason, "no table has been made yet");
-    harness.make_table(at(0));
-    assert!(harness.explain_new_connection(port, at(0)).reason.ends_with("by the bucket alone: no loads are known"));
-    harness.connect_and_report_loads(&loads);
-    harness.make_table(at(100));
-    let explanation = harness.explain_new_connection(port, at(100));
-    assert_eq!(explanation.chosen_server.as_deref(), Some("s0"));
-    assert_eq!(
-        explanation.reason,
-        format!(
-            "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 in the table is the least loaded that it reaches"
-        )
-    );
-    let s1 = &explanation.servers[1];
-    assert_eq!((s1.name.as_str(), s1.bucket, s1.core, s1.core_load), ("s1", Some(bucket), Some(1), Some(0.8)));
-
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss-plus");
-    harness.connect_and_report_loads(&loads);
-    let table = harness.make_table(at(100));
-    let allowed_count = (coreward_model::load::load_to_fixed_point(0.5)
-        - coreward_model::load::load_to_fixed_point(0.1))
-        / table.assignment_cost;
-    assert_eq!(
-        harness.explain_new_connection(port, at(100)).reason,
-        format!(
-            "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 in the table is the least loaded of 3 \
-             candidates, unless a load balancer has given it more than {allowed_count} connections since the last \
-             table, each counted as {:.4}; then s2 (core 1 with load 0.500 in the table)",
-            f64::from(table.assignment_cost) / 1_048_576.0
-        )
-    );
-
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "rr");
-    harness.make_table(at(0));
-    let explanation = harness.explain_new_connection(port, at(0));
-    assert_eq!(
-        (explanation.chosen_server, explanation.reason.as_str()),
-        (
-            None,
-            "the 3 servers that take new connections (s0, s1, s2) have their turns in this order, counted by the load \
-             balancer"
-        )
-    );
-
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "awrr");
-    harness.connect_and_report_loads(&[&[0.25; 4], &[0.5; 4], &[0.75; 4]]);
-    harness.make_table(at(100));
-    assert_eq!(
-        harness.explain_new_connection(port, at(100)).reason,
-        "the 3 servers that take new connections (s0 13, s1 10, s2 8) have these shares of 31 turns, evenly spread, \
-         counted by the load balancer"
-    );
-
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "least");
-    harness.connect_and_report_loads(&loads);
-    harness.make_table(at(100));
-    let reason = harness.explain_new_connection(port, at(100)).reason;
-    assert!(reason.contains(": the whole server with load 1.000 in the table is the least loaded of 3"), "{reason}");
-
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "hash");
-    harness.connect_and_report_loads(&loads);
-    harness.make_table(at(100));
-    let reason = harness.explain_new_connection(port, at(100)).reason;
-    assert!(reason.contains(" of 128 by a hash that only load balancers use goes to s"), "{reason}");
-    assert!(reason.ends_with("by the bucket alone, independent of loads"), "{reason}");
-
-    let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "pow2");
-    harness.connect_and_report_loads(&loads);
-    harness.make_table(at(100));
-    let explanation = harness.explain_new_connection(port, at(100));
-    assert!(explanation.reason.contains("(mean load 0."), "{}", explanation.reason);
-
-    let explanation =
-        Harness::new(&THREE_ACTIVE_SERVERS, "rr\"\nforwarding = \"gue").explain_new_connection(40_000, at(0));
-    let port = coreward_model::forwarding::gue_source_port([10, 1, 0, 7].into(), [0x9c, 0x40, 0, 80]);
-    assert_eq!((&*explanation.forwarding, explanation.outer_source_port), ("gue", Some(port)));
-    let explanation = harness.explain_new_connection(40_000, at(100));
-    assert_eq!((&*explanation.forwarding, explanation.outer_source_port), ("l2", None));
-
-    let unknown_address = ServiceAddress { vip_and_port: "10.200.0.9:80".parse().unwrap(), ..web_service_address() };
-    let explain_result =
-        harness.controller.explain(unknown_address, client_address(1), ExplainedPacket::NewConnection, at(100));
-    let expected_error = "no service at 10.200.0.9:80/tcp: expected one of 10.200.0.1:80/tcp";
-    assert_eq!(explain_result.unwrap_err().to_string(), expected_error);
 }
 
 proptest! {
@@ -528,14 +447,14 @@ proptest! {
         loads in prop::collection::vec(prop::collection::vec(0.0f64..1.0, 4), 1..6),
         ports in prop::collection::vec(1u16.., 10),
     ) {
-        let mut harness = Harness::new(&vec!["active"; loads.len()], policy);
+        let mut harness = ControllerHarness::new(&vec!["active"; loads.len()], policy);
         let core_loads: Vec<&[f64]> = loads.iter().map(Vec::as_slice).collect();
         harness.connect_and_report_loads(&core_loads);
-        let table = harness.make_table(at(100));
+        let table = harness.make_table(now_at_ms(100));
         for port in ports {
             let tuple = FourTuple::new(client_address(port), web_service_address().vip_and_port).unwrap();
-            let chosen_server = table.select_server(&mut PlacementState::for_table(&table), &tuple).unwrap();
-            prop_assert_eq!(harness.explain_new_connection(port, at(100)).chosen_server,
+            let chosen_server = table.select_server(&mut PlacementTableState::for_table(&table), &tuple).unwrap();
+            prop_assert_eq!(harness.explain_new_connection(port, now_at_ms(100)).chosen_server,
                 Some(format!("s{chosen_server}")));
         }
     }
@@ -548,53 +467,20 @@ proptest! {
             1..40,
         ),
     ) {
-        let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-        let session = harness.controller.register_agent("s0", "test", at(0)).unwrap();
+        let mut harness = ControllerHarness::new(&THREE_ACTIVE_SERVERS, "crossrss");
+        let session = harness.controller.register_agent("s0", "test", now_at_ms(0)).unwrap();
         let (mut accepted_count, mut rejected_count) = (0, 0);
         for (sequence, milliseconds, busy_ns) in reports {
-            let report = report_with_initial_rss(sequence, at(milliseconds), &busy_ns);
-            match harness.controller.record_report(&session, Ok(report), at(1_000)) {
+            let report = report_with_initial_rss(sequence, now_at_ms(milliseconds), &busy_ns);
+            match harness.controller.record_report(&session, Ok(report), now_at_ms(1_000)) {
                 Ok(()) => accepted_count += 1,
                 Err(_) => rejected_count += 1,
             }
-            let table = harness.make_table(at(1_000));
+            let table = harness.make_table(now_at_ms(1_000));
             prop_assert_eq!(table.members.len(), 3);
         }
-        let status = harness.controller.status(at(1_000));
+        let status = harness.controller.status(now_at_ms(1_000));
         prop_assert_eq!(status.accepted_reports, accepted_count);
         prop_assert_eq!(status.rejected_reports.values().sum::<u64>(), rejected_count);
     }
-}
-
-#[test]
-fn established_packets_are_explained_by_their_cookie() {
-    let mut harness = Harness::new(&["active", "draining"], "rr");
-    harness.make_table(at(0));
-    let keys = harness.controller.fleet().key_ring.keys;
-    let tuple = FourTuple::new(client_address(7), web_service_address().vip_and_port).unwrap();
-    let established_packet = |cookie| ExplainedPacket::Established { tsecr: Some(cookie), is_reset: false };
-    let time_key = CookieKey { k0: 1, k1: 2 };
-    for name in ["s0", "s1"] {
-        let id = harness.controller.fleet().server_id(name).unwrap();
-        let tsecr = cookie::stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(id), 12_345);
-        let explanation = harness.explain_packet(7, established_packet(tsecr), at(0));
-        assert_eq!(explanation.chosen_server.as_deref(), Some(name));
-        assert_eq!(explanation.reason, format!("its cookie, made with key 0, names server id {}, {name}", id.get()));
-        // From another client port, the same TSecr names another server or none.
-        assert_ne!(harness.explain_packet(8, established_packet(tsecr), at(0)).chosen_server.as_deref(), Some(name));
-    }
-    let entry_tsval = cookie::stamp_tsval(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);
-    let reason = harness.explain_packet(7, established_packet(entry_tsval), at(0)).reason;
-    assert!(reason.contains("an entry of a connection table, which this service does not have"), "{reason}");
-
-    let packet_without_timestamps = |is_reset| ExplainedPacket::Established { tsecr: None, is_reset };
-    let explanation = harness.explain_packet(7, packet_without_timestamps(false), at(0));
-    assert_eq!(explanation.chosen_server.as_deref(), Some("s0"), "the only one that takes connections has all buckets");
-    assert!(explanation.reason.starts_with("without a cookie it follows the load balancer's flow table, or"));
-    let explanation = harness.explain_packet(7, packet_without_timestamps(true), at(0));
-    assert!(
-        explanation.chosen_server.is_none() && explanation.reason.contains("it is broadcast"),
-        "{}",
-        explanation.reason
-    );
 }

@@ -5,41 +5,43 @@ use std::time::Duration;
 /// Token bucket that limits the rate of one peer's messages.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenBucket {
-    tokens: f64,
+    available_token_count: f64,
     updated_at: Duration,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Quota {
+pub struct TokenBucketQuota {
     /// Mean time between two tokens, which is the inverse of the rate.
     pub token_interval: Duration,
     /// Maximum number of tokens in the bucket, which is the burst after a pause.
-    pub burst: u32,
+    pub max_burst: u32,
 }
 
-impl Quota {
+impl TokenBucketQuota {
     pub fn from(self, now: Duration) -> TokenBucket {
-        TokenBucket { tokens: self.burst.into(), updated_at: now }
+        TokenBucket { available_token_count: self.max_burst.into(), updated_at: now }
     }
 }
 
 impl TokenBucket {
     /// Takes a token if one is left. Returns whether a token was taken. `now` is the time since the controller's start.
-    pub fn try_take(&mut self, quota: Quota, now: Duration) -> bool {
+    pub fn try_take(&mut self, quota: TokenBucketQuota, now: Duration) -> bool {
         let elapsed_s = now.saturating_sub(self.updated_at).as_secs_f64();
         self.updated_at = now;
-        self.tokens = (self.tokens + elapsed_s / quota.token_interval.as_secs_f64()).min(quota.burst.into());
-        let is_token_left = self.tokens >= 1.0;
-        self.tokens -= f64::from(u8::from(is_token_left));
+        self.available_token_count =
+            (self.available_token_count + elapsed_s / quota.token_interval.as_secs_f64()).min(quota.max_burst.into());
+        let is_token_left = self.available_token_count >= 1.0;
+        self.available_token_count -= f64::from(u8::from(is_token_left));
         is_token_left
     }
 }
 
 impl TokenBucket {
     /// Returns the time until the next token is available, or zero if one is left. Takes no token.
-    pub fn time_until_token(&self, quota: Quota, now: Duration) -> Duration {
+    pub fn time_until_token(&self, quota: TokenBucketQuota, now: Duration) -> Duration {
         let token_interval_s = quota.token_interval.as_secs_f64();
-        let available_tokens = self.tokens + now.saturating_sub(self.updated_at).as_secs_f64() / token_interval_s;
+        let available_tokens =
+            self.available_token_count + now.saturating_sub(self.updated_at).as_secs_f64() / token_interval_s;
         // The result is one nanosecond longer, because a rounded-down time would end before the token exists.
         if available_tokens >= 1.0 {
             Duration::ZERO
@@ -55,7 +57,7 @@ mod tests {
 
     #[test]
     fn burst_is_followed_by_tokens_at_the_configured_rate() {
-        let quota = Quota { token_interval: Duration::from_millis(50), burst: 3 };
+        let quota = TokenBucketQuota { token_interval: Duration::from_millis(50), max_burst: 3 };
         let mut bucket = quota.from(Duration::ZERO);
         let mut count_taken_tokens =
             |ms: u64| (0..10).filter(|_| bucket.try_take(quota, Duration::from_millis(ms))).count();
@@ -73,7 +75,7 @@ mod tests {
 
     #[test]
     fn wait_ends_when_a_token_is_available() {
-        let quota = Quota { token_interval: Duration::from_millis(50), burst: 1 };
+        let quota = TokenBucketQuota { token_interval: Duration::from_millis(50), max_burst: 1 };
         let mut bucket = quota.from(Duration::ZERO);
         assert_eq!(bucket.time_until_token(quota, Duration::ZERO), Duration::ZERO);
         for now in [0, 3, 71].map(Duration::from_millis) {

@@ -27,7 +27,7 @@ impl Controller {
                     .to_owned(),
             );
         }
-        let newer_configurations = self.load_balancers.newer_configurations(self.fleet.document.generation);
+        let newer_configurations = self.load_balancers.configurations_newer_than_store(self.fleet.document.generation);
         warnings.extend(newer_configurations.map(|(name, generation)| {
             format!(
                 "load balancer {name} had configuration {generation} in force, and the store has {}: expected the \
@@ -39,6 +39,6 @@ impl Controller {
     }
 
     pub fn is_store_outdated(&self) -> bool {
-        self.load_balancers.newer_configurations(self.fleet.document.generation).next().is_some()
+        self.load_balancers.configurations_newer_than_store(self.fleet.document.generation).next().is_some()
     }
 }

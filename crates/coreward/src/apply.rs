@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use coreward_api::types::{Acknowledgements, PeerGeneration, RejectedUpdate};
-use coreward_http::client::Client;
+use coreward_http::client::ControllerClient;
 use coreward_render::block_on;
 use coreward_render::fleet::{ProposedFleet, format_apply_result};
 
-use crate::{OutputFormat, QueryArgs, print};
+use crate::{ControllerQueryArgs, OutputFormat, print_to_stdout};
 
 #[derive(clap::Args)]
 pub struct ApplyArgs {
@@ -17,7 +17,7 @@ pub struct ApplyArgs {
     #[arg(value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
-    query: QueryArgs,
+    query: ControllerQueryArgs,
     /// Apply without asking
     #[arg(long)]
     yes: bool,
@@ -34,12 +34,12 @@ pub struct ApplyArgs {
 }
 
 /// Interval between requests to the controller for the daemons that have acknowledged the configuration.
-const POLL_INTERVAL: Duration = Duration::from_millis(200);
+const ACKNOWLEDGEMENT_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Runs `coreward apply`. Fails if the document is invalid, if the controller rejects it, or if the operator declines.
-pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
+pub fn run_apply(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.query.contact.build_client()?;
-    let proposed_fleet = ProposedFleet::read(&client, &args.file)?;
+    let proposed_fleet = ProposedFleet::read_and_check(&client, &args.file)?;
     let is_applied = confirm_and_apply(proposed_fleet, args.query.format, (args.dry_run, args.yes))?;
     if is_applied && args.wait { wait_until_in_force(&client, args.timeout.into()) } else { Ok(()) }
 }
@@ -53,7 +53,7 @@ fn confirm_and_apply(
     let only_shows_changes = dry_run || proposed_fleet.is_already_active();
     // The JSON output must be a single object, which is the result.
     if only_shows_changes || format == OutputFormat::Text {
-        print(&proposed_fleet.format_changes(format.into())?)?;
+        print_to_stdout(&proposed_fleet.format_changes(format.into())?)?;
     }
     if only_shows_changes {
         return Ok(!dry_run);
@@ -65,21 +65,21 @@ fn confirm_and_apply(
         "nothing was changed: `--format json` expects --yes or --dry-run"
     );
     anyhow::ensure!(is_confirmed || ask_for_confirmation()?, "nothing was changed");
-    print(&format_apply_result(&proposed_fleet.apply()?, format.into())?)?;
+    print_to_stdout(&format_apply_result(&proposed_fleet.apply()?, format.into())?)?;
     Ok(true)
 }
 
-fn wait_until_in_force(client: &Client, timeout: Duration) -> anyhow::Result<()> {
+fn wait_until_in_force(client: &ControllerClient, timeout: Duration) -> anyhow::Result<()> {
     let deadline = Instant::now() + timeout;
     loop {
-        let acknowledgements = block_on(client.acknowledgements())?;
+        let acknowledgements = block_on(client.configuration_acknowledgements())?;
         if is_in_force_everywhere(&acknowledgements) {
             return Ok(());
         }
         if is_wait_over(&acknowledgements) || Instant::now() >= deadline {
             anyhow::bail!("{}", describe_missing_acknowledgements(&acknowledgements));
         }
-        std::thread::sleep(POLL_INTERVAL);
+        std::thread::sleep(ACKNOWLEDGEMENT_POLL_INTERVAL);
     }
 }
 
@@ -108,21 +108,21 @@ fn describe_missing_acknowledgements(acknowledgements: &Acknowledgements) -> Str
         acknowledgements.rejected_count,
         acknowledgements.disconnected_load_balancers.len()
     )];
-    let waiting_line = |waiting_daemon: &PeerGeneration| {
+    let format_waiting_line = |waiting_daemon: &PeerGeneration| {
         format!(
             "  {} {}: has configuration {}",
             waiting_daemon.component, waiting_daemon.name, waiting_daemon.configuration_generation
         )
     };
-    let disconnected_line = |PeerGeneration { name, .. }: &PeerGeneration| {
+    let format_disconnected_line = |PeerGeneration { name, .. }: &PeerGeneration| {
         format!(
             "  lb {name}: is not connected, and forwards by what it has, if it runs: expected its daemon to run, or \
              `coreward lb forget {name}` if it is gone for good"
         )
     };
-    lines.extend(acknowledgements.pending_peers.iter().map(waiting_line));
+    lines.extend(acknowledgements.pending_peers.iter().map(format_waiting_line));
     lines.extend(RejectedUpdate::summary_lines(&acknowledgements.rejected).into_iter().map(|line| format!("  {line}")));
-    lines.extend(acknowledgements.disconnected_load_balancers.iter().map(disconnected_line));
+    lines.extend(acknowledgements.disconnected_load_balancers.iter().map(format_disconnected_line));
     lines.join("\n")
 }
 
@@ -144,7 +144,7 @@ mod tests {
         rejected_generations: &[u64],
         disconnected_names: &[&str],
     ) -> Acknowledgements {
-        let load_balancer = |name: &str| PeerGeneration {
+        let build_load_balancer = |name: &str| PeerGeneration {
             component: "lb".to_owned(),
             name: name.to_owned(),
             configuration_generation: 4,
@@ -164,10 +164,10 @@ mod tests {
             configuration_generation: 5,
             acknowledged_count: 1,
             pending_count: waiting_count,
-            pending_peers: (0..waiting_count).map(|_| load_balancer("lb1")).collect(),
+            pending_peers: (0..waiting_count).map(|_| build_load_balancer("lb1")).collect(),
             rejected_count: rejected_updates.len() as u64,
             rejected: rejected_updates,
-            disconnected_load_balancers: disconnected_names.iter().copied().map(load_balancer).collect(),
+            disconnected_load_balancers: disconnected_names.iter().copied().map(build_load_balancer).collect(),
         }
     }
 

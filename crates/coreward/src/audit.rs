@@ -3,12 +3,12 @@
 use coreward_api::types::{AuditEntry, AuditQuery};
 use coreward_render::block_on;
 
-use crate::{OutputFormat, QueryArgs, print};
+use crate::{ControllerQueryArgs, OutputFormat, print_to_stdout};
 
 #[derive(clap::Args)]
 pub struct AuditArgs {
     #[command(flatten)]
-    query: QueryArgs,
+    query: ControllerQueryArgs,
     /// Maximum number of entries, the newest first (1 to 1,000)
     #[arg(long, value_name = "COUNT", default_value_t = 50)]
     limit: u16,
@@ -19,9 +19,9 @@ pub fn print_audit_log(args: &AuditArgs) -> anyhow::Result<()> {
     let client = args.query.contact.build_client()?;
     let audit = block_on(client.audit_log(&AuditQuery { after: 0, limit: Some(args.limit) }))?;
     if args.query.format == OutputFormat::Json {
-        return print(&serde_json::to_string_pretty(&audit)?);
+        return print_to_stdout(&serde_json::to_string_pretty(&audit)?);
     }
-    print(&audit.entries.iter().map(format_entry).collect::<String>())
+    print_to_stdout(&audit.entries.iter().map(format_entry).collect::<String>())
 }
 
 /// Returns a line such as "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".

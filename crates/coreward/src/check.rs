@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use coreward_config::{Diagnostic, Diagnostics, Source, schema};
+use coreward_config::{Diagnostic, Diagnostics, TomlSource, build_file_schema};
 use coreward_control_server::config::file::ControllerFile;
 use coreward_control_server::config::{ControllerConfig, StoreLocation};
 use coreward_control_server::server::leader_election;
@@ -10,7 +10,7 @@ use coreward_fleet::config::FleetConfig;
 use coreward_fleet::config::file::FleetFile;
 use serde_json::{Value, json};
 
-use crate::{OutputFormat, print};
+use crate::{OutputFormat, print_to_stdout};
 
 #[derive(clap::Args)]
 pub struct CheckArgs {
@@ -19,18 +19,18 @@ pub struct CheckArgs {
     files: Vec<PathBuf>,
     /// Kind of the files [default: the one that fits best]
     #[arg(long, value_enum)]
-    kind: Option<FileKind>,
+    kind: Option<ConfigFileKind>,
     /// Format of the output
     #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
     format: OutputFormat,
     /// Print the JSON schema of a kind of file, for editors
     #[arg(long, value_name = "KIND", value_enum, conflicts_with_all = ["files", "kind"])]
-    schema: Option<FileKind>,
+    schema: Option<ConfigFileKind>,
 }
 
 /// Kind of configuration file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum FileKind {
+pub enum ConfigFileKind {
     /// File of `coreward controller`
     Controller,
     /// The fleet document: servers and services
@@ -48,15 +48,15 @@ pub enum FileKind {
 }
 
 /// Runs `coreward check`. Fails if a file has a mistake.
-pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
+pub fn run_check(args: &CheckArgs) -> anyhow::Result<()> {
     if let Some(kind) = args.schema {
-        return print(&format!("{:#}", kind.schema()));
+        return print_to_stdout(&format!("{:#}", kind.json_schema()));
     }
     let mut checked_files = Vec::new();
     for file in &args.files {
         checked_files.push(CheckedFile::new(file, args.kind));
     }
-    print(&match args.format {
+    print_to_stdout(&match args.format {
         OutputFormat::Text => checked_files.iter().map(CheckedFile::to_text).collect::<Vec<_>>().join("\n"),
         OutputFormat::Json => format!("{:#}", Value::from_iter(checked_files.iter().map(CheckedFile::to_json))),
     })?;
@@ -74,18 +74,18 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
 struct CheckedFile<'a> {
     file: &'a Path,
     /// Kind of the configuration file, or `None` if it could not be detected.
-    kind: Option<FileKind>,
+    kind: Option<ConfigFileKind>,
     diagnostics: Option<Diagnostics>,
 }
 
 impl<'a> CheckedFile<'a> {
     /// Reads and checks the file. Reads it only once, because it may be a pipe.
-    fn new(file: &'a Path, kind: Option<FileKind>) -> Self {
-        let source = match Source::read(file) {
+    fn new(file: &'a Path, kind: Option<ConfigFileKind>) -> Self {
+        let source = match TomlSource::read(file) {
             Ok(source) => source,
             Err(mistake) => return Self { file, kind, diagnostics: Some(mistake.into()) },
         };
-        let kind = kind.map_or_else(|| FileKind::of(&source), Ok);
+        let kind = kind.map_or_else(|| ConfigFileKind::detect(&source), Ok);
         let mistakes = kind.clone().and_then(|kind| kind.check_with_fleet_file(&source)).err();
         Self { file, kind: kind.ok(), diagnostics: mistakes }
     }
@@ -103,7 +103,7 @@ impl<'a> CheckedFile<'a> {
     fn to_text(&self) -> String {
         match &self.diagnostics {
             Some(mistakes) => mistakes.to_string(),
-            None => format!("{}: ok ({})", self.file.display(), self.kind.map_or("", FileKind::name)),
+            None => format!("{}: ok ({})", self.file.display(), self.kind.map_or("", ConfigFileKind::name)),
         }
     }
 
@@ -114,14 +114,14 @@ impl<'a> CheckedFile<'a> {
             .map(|mistakes| mistakes.shown_diagnostics.iter().map(|mistake| mistake.to_json()));
         json!({
             "file": self.file,
-            "kind": self.kind.map(FileKind::name),
+            "kind": self.kind.map(ConfigFileKind::name),
             "mistakes": mistake_objects.into_iter().flatten().collect::<Vec<_>>(),
             "more": self.diagnostics.as_ref().map_or(0, |mistakes| mistakes.omitted_diagnostic_count),
         })
     }
 }
 
-impl FileKind {
+impl ConfigFileKind {
     fn name(self) -> &'static str {
         match self {
             Self::Controller => "controller",
@@ -135,36 +135,42 @@ impl FileKind {
     }
 
     /// Checks a file in the same way as the daemon that reads it.
-    pub fn check(self, source: &Source) -> Result<(), Diagnostics> {
+    pub fn check_source(self, source: &TomlSource) -> Result<(), Diagnostics> {
         match self {
             Self::Controller => ControllerConfig::parse(source).map(|_| ()),
             Self::Fleet => FleetConfig::parse(source).map(|_| ()),
-            Self::Lb => coreward_lb::config::Config::parse(source).map(|_| ()),
-            Self::Agent => coreward_agent::config::Config::parse(source).map(|_| ()),
-            Self::Dispatch => coreward_dispatch::config::Config::parse(source).map(|_| ()),
-            Self::Orchestrate => coreward_orchestrator::config::Config::parse(source).map(|_| ()),
-            Self::Rack => coreward_rack::config::Config::parse(source).map(|_| ()),
+            Self::Lb => coreward_lb::config::LoadBalancerConfig::parse(source).map(|_| ()),
+            Self::Agent => coreward_agent::config::AgentConfig::parse(source).map(|_| ()),
+            Self::Dispatch => coreward_dispatch::config::DispatchConfig::parse(source).map(|_| ()),
+            Self::Orchestrate => coreward_orchestrator::config::OrchestratorConfig::parse(source).map(|_| ()),
+            Self::Rack => coreward_rack::config::RackControllerConfig::parse(source).map(|_| ()),
         }
     }
 
     /// Returns the JSON schema of this kind of file. Schema and parser are generated from the same description.
-    pub fn schema(self) -> Value {
+    pub fn json_schema(self) -> Value {
         match self {
-            Self::Controller => schema::<ControllerFile>("coreward controller"),
-            Self::Fleet => schema::<FleetFile>("the fleet of coreward"),
-            Self::Lb => schema::<coreward_lb::config::Config>("coreward lb"),
-            Self::Agent => schema::<coreward_agent::config::Config>("coreward agent"),
-            Self::Dispatch => schema::<coreward_dispatch::config::UncheckedConfig>("coreward dispatch"),
-            Self::Orchestrate => schema::<coreward_orchestrator::config::UncheckedConfig>("coreward orchestrate"),
-            Self::Rack => schema::<coreward_rack::config::Config>("coreward rack"),
+            Self::Controller => build_file_schema::<ControllerFile>("coreward controller"),
+            Self::Fleet => build_file_schema::<FleetFile>("the fleet of coreward"),
+            Self::Lb => build_file_schema::<coreward_lb::config::LoadBalancerConfig>("coreward lb"),
+            Self::Agent => build_file_schema::<coreward_agent::config::AgentConfig>("coreward agent"),
+            Self::Dispatch => {
+                build_file_schema::<coreward_dispatch::config::UncheckedDispatchConfig>("coreward dispatch")
+            }
+            Self::Orchestrate => {
+                build_file_schema::<coreward_orchestrator::config::UncheckedOrchestratorConfig>("coreward orchestrate")
+            }
+            Self::Rack => build_file_schema::<coreward_rack::config::RackControllerConfig>("coreward rack"),
         }
     }
 
     /// Checks a controller's file together with the fleet document that it names.
-    fn check_with_fleet_file(self, source: &Source) -> Result<(), Diagnostics> {
-        let file_result = self.check(source);
+    fn check_with_fleet_file(self, source: &TomlSource) -> Result<(), Diagnostics> {
+        let file_result = self.check_source(source);
         let fleet_result = match self {
-            Self::Controller => fleet_file_path(source).map_or(Ok(()), |path| FleetConfig::load(&path).map(|_| ())),
+            Self::Controller => {
+                find_fleet_file_path(source).map_or(Ok(()), |path| FleetConfig::load(&path).map(|_| ()))
+            }
             _ => Ok(()),
         };
         let file_and_etcd_result =
@@ -182,14 +188,14 @@ impl FileKind {
 
     /// Returns the kind that knows most of the file's keys. Among equal kinds, prefers the one in the file's name, then
     /// the one with the fewest mistakes. Fails if several kinds remain.
-    fn of(source: &Source) -> Result<Self, Diagnostics> {
+    fn detect(source: &TomlSource) -> Result<Self, Diagnostics> {
         let keys = source.top_level_keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
         let compute_mismatch = |kind: Self| {
-            let schema = kind.schema();
+            let schema = kind.json_schema();
             let unknown_key_count = keys.iter().filter(|key| schema["properties"].get(key.as_str()).is_none()).count();
             let mistake_count = kind
-                .check(source)
+                .check_source(source)
                 .err()
                 .map_or(0, |mistakes| mistakes.shown_diagnostics.len() + mistakes.omitted_diagnostic_count);
             (unknown_key_count, !name.starts_with(kind.name()), mistake_count)
@@ -209,14 +215,14 @@ impl FileKind {
 }
 
 /// Checks the certificate files of `[etcd.tls]` in the same way as the controller.
-fn check_etcd_files(controller: &Source) -> Result<(), Diagnostics> {
+fn check_etcd_files(controller: &TomlSource) -> Result<(), Diagnostics> {
     let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
     let to_diagnostics = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
     leader_election::connect_cluster(&etcd).map(drop).map_err(to_diagnostics)
 }
 
 /// Returns the path of the fleet document that a controller's file names. Ignores mistakes in other keys.
-fn fleet_file_path(controller: &Source) -> Option<PathBuf> {
+fn find_fleet_file_path(controller: &TomlSource) -> Option<PathBuf> {
     let table: toml::Table = controller.parse().ok()?;
     Some(controller.path().parent()?.join(table.get("fleet")?.as_str()?))
 }
@@ -252,8 +258,8 @@ mod tests {
         blocks
     }
 
-    fn detect_kind(text: &str) -> Result<FileKind, Diagnostics> {
-        FileKind::of(&Source::from_text("some.toml", text))
+    fn detect_kind(text: &str) -> Result<ConfigFileKind, Diagnostics> {
+        ConfigFileKind::detect(&TomlSource::from_text("some.toml", text))
     }
 
     fn schema_accepts(schema: &Value, text: &str) -> bool {
@@ -268,20 +274,23 @@ mod tests {
         let mut found_kinds = Vec::new();
         for (page_line, toml_text) in read_documented_examples() {
             let kind = detect_kind(&toml_text).unwrap_or_else(|mistakes| panic!("{page_line}: {mistakes}"));
-            let outcome = kind.check(&Source::from_text(&page_line, &toml_text));
+            let outcome = kind.check_source(&TomlSource::from_text(&page_line, &toml_text));
             let mistakes = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.shown_diagnostics);
             // The certificate files of the examples do not exist on this machine.
             let is_missing_certificate = |mistake: &Diagnostic| {
                 mistake.key.starts_with("tls.") && mistake.problem.contains("No such file or directory")
             };
             assert!(mistakes.iter().all(is_missing_certificate), "{page_line}: {mistakes:?}");
-            assert!(schema_accepts(&kind.schema(), &toml_text), "{page_line} as {}", kind.name());
+            assert!(schema_accepts(&kind.json_schema(), &toml_text), "{page_line} as {}", kind.name());
             let text_with_unknown_key = format!("colour = \"red\"\n{toml_text}");
-            assert!(kind.check(&Source::from_text(&page_line, &text_with_unknown_key)).is_err(), "{page_line}");
-            assert!(!schema_accepts(&kind.schema(), &text_with_unknown_key), "{page_line} as {}", kind.name());
+            assert!(
+                kind.check_source(&TomlSource::from_text(&page_line, &text_with_unknown_key)).is_err(),
+                "{page_line}"
+            );
+            assert!(!schema_accepts(&kind.json_schema(), &text_with_unknown_key), "{page_line} as {}", kind.name());
             found_kinds.push(kind.name());
         }
-        for kind in FileKind::value_variants() {
+        for kind in ConfigFileKind::value_variants() {
             assert!(found_kinds.contains(&kind.name()), "no document of {} in {found_kinds:?}", kind.name());
         }
     }
@@ -290,8 +299,9 @@ mod tests {
     fn etcd_files_are_checked() {
         let text = "listen = \"127.0.0.1:7400\"\n[etcd]\nendpoints = [\"https://127.0.0.1:2379\"]\n\
                     [etcd.tls]\nca = \"/nonexistent/ca.crt\"\n";
-        let mistakes =
-            FileKind::Controller.check_with_fleet_file(&Source::from_text("controller.toml", text)).unwrap_err();
+        let mistakes = ConfigFileKind::Controller
+            .check_with_fleet_file(&TomlSource::from_text("controller.toml", text))
+            .unwrap_err();
         let text = mistakes.to_string();
         assert!(
             text.starts_with("controller.toml: [etcd.tls]: /nonexistent/ca.crt: expected a readable file"),
@@ -302,24 +312,25 @@ mod tests {
     #[test]
     fn nested_unknown_key_is_rejected_by_the_schema() {
         let cases = [
-            (FileKind::Fleet, "[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n", "colour = 1\n"),
-            (FileKind::Dispatch, "[[service]]\nlisten = \"0.0.0.0:53\"\n", "other = { colour = 1 }\n"),
+            (ConfigFileKind::Fleet, "[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n", "colour = 1\n"),
+            (ConfigFileKind::Dispatch, "[[service]]\nlisten = \"0.0.0.0:53\"\n", "other = { colour = 1 }\n"),
             (
-                FileKind::Lb,
+                ConfigFileKind::Lb,
                 "name = \"a\"\ncontroller = \"[::1]:1\"\ninterface = \"e\"\npin_directory = \"/p\"\n",
                 "connection_timers = { idle_s = 1 }\n",
             ),
         ];
         for (kind, valid_text, unknown_key_line) in cases {
             let text_with_unknown_key = format!("{valid_text}{unknown_key_line}");
-            let schema = kind.schema();
+            let schema = kind.json_schema();
             assert!(
-                schema_accepts(&schema, valid_text) && kind.check(&Source::from_text("f", valid_text)).is_ok(),
+                schema_accepts(&schema, valid_text)
+                    && kind.check_source(&TomlSource::from_text("f", valid_text)).is_ok(),
                 "{valid_text}"
             );
             assert!(
                 !schema_accepts(&schema, &text_with_unknown_key)
-                    && kind.check(&Source::from_text("f", &text_with_unknown_key)).is_err(),
+                    && kind.check_source(&TomlSource::from_text("f", &text_with_unknown_key)).is_err(),
                 "{text_with_unknown_key}"
             );
         }
@@ -330,14 +341,23 @@ mod tests {
         for (text, kind) in [
             (
                 "name = \"lb1\"\ncontroler = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"/p\"\n",
-                FileKind::Lb,
+                ConfigFileKind::Lb,
             ),
-            ("server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = 5\nmanage_rss = true\n", FileKind::Agent),
-            ("listen = \"10.1.0.1\"\nstore = \"s\"\n", FileKind::Controller),
-            ("[[service]]\nname = \"web\"\nvip = \"10.0.0.1\"\n", FileKind::Fleet),
+            (
+                "server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = 5\nmanage_rss = true\n",
+                ConfigFileKind::Agent,
+            ),
+            ("listen = \"10.1.0.1\"\nstore = \"s\"\n", ConfigFileKind::Controller),
+            ("[[service]]\nname = \"web\"\nvip = \"10.0.0.1\"\n", ConfigFileKind::Fleet),
             // As a controller's file this has fewer mistakes, because that parser knows where these tables moved.
-            ("[[server]]\nweight = -1\nid = 9\n[[server]]\nnam = 1\n[[service]]\nvip = 1\nx = 1\n", FileKind::Fleet),
-            ("name = \"\"\ncontroller = []\ninterface = \"\"\npin_directory = \"\"\nxdp_mode = 1\n", FileKind::Lb),
+            (
+                "[[server]]\nweight = -1\nid = 9\n[[server]]\nnam = 1\n[[service]]\nvip = 1\nx = 1\n",
+                ConfigFileKind::Fleet,
+            ),
+            (
+                "name = \"\"\ncontroller = []\ninterface = \"\"\npin_directory = \"\"\nxdp_mode = 1\n",
+                ConfigFileKind::Lb,
+            ),
         ] {
             assert_eq!(detect_kind(text).unwrap(), kind, "{text}");
         }
@@ -347,15 +367,15 @@ mod tests {
 
     #[test]
     fn file_name_decides_the_kind_if_keys_are_ambiguous() {
-        let of = |name: &str, text: &str| {
-            FileKind::of(&Source::from_text(name, text)).map_err(|mistakes| mistakes.to_string())
+        let detect_kind_of_text = |name: &str, text: &str| {
+            ConfigFileKind::detect(&TomlSource::from_text(name, text)).map_err(|mistakes| mistakes.to_string())
         };
-        assert_eq!(of("etc/lb2.toml", "metrics = 1\n"), Ok(FileKind::Lb));
-        assert_eq!(of("etc/rack.toml", ""), Ok(FileKind::Rack));
+        assert_eq!(detect_kind_of_text("etc/lb2.toml", "metrics = 1\n"), Ok(ConfigFileKind::Lb));
+        assert_eq!(detect_kind_of_text("etc/rack.toml", ""), Ok(ConfigFileKind::Rack));
         // Here the keys decide, not the file's name.
-        assert_eq!(of("lb.toml", "server = \"s1\"\nmanage_rss = true\n"), Ok(FileKind::Agent));
+        assert_eq!(detect_kind_of_text("lb.toml", "server = \"s1\"\nmanage_rss = true\n"), Ok(ConfigFileKind::Agent));
         // Text that is not valid TOML has no keys, so the kind is unknown and the syntax error is reported.
-        let error = of("some.toml", "= 5\n").unwrap_err();
+        let error = detect_kind_of_text("some.toml", "= 5\n").unwrap_err();
         assert!(error.contains("some.toml: fits several kinds") && error.contains("some.toml:1:1: "), "{error}");
     }
 
@@ -371,7 +391,7 @@ mod tests {
         writer.join().unwrap();
         assert_eq!(
             (checked_file.kind, checked_file.count_mistakes()),
-            (Some(FileKind::Fleet), 1),
+            (Some(ConfigFileKind::Fleet), 1),
             "{}",
             checked_file.to_text()
         );
@@ -384,12 +404,13 @@ mod tests {
         let [controller, fleet] = ["controller.toml", "fleet.toml"].map(|name| directory.path().join(name));
         std::fs::write(&controller, "listen = 5\nstore = \"s\"\nfleet = \"fleet.toml\"\n").unwrap();
         std::fs::write(&fleet, "load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n").unwrap();
-        let check = || FileKind::Controller.check_with_fleet_file(&Source::read(&controller).unwrap());
-        let mistakes = check().unwrap_err();
+        let check_both_files =
+            || ConfigFileKind::Controller.check_with_fleet_file(&TomlSource::read(&controller).unwrap());
+        let mistakes = check_both_files().unwrap_err();
         let files: Vec<&Path> = mistakes.shown_diagnostics.iter().map(|mistake| &*mistake.file).collect();
         assert_eq!(files, [&controller, &fleet, &fleet]);
         std::fs::remove_file(&fleet).unwrap();
-        let mistakes = check().unwrap_err();
+        let mistakes = check_both_files().unwrap_err();
         assert_eq!(mistakes.shown_diagnostics.len(), 2, "{mistakes}");
     }
 }

@@ -3,15 +3,15 @@
 use std::path::PathBuf;
 
 use coreward_control_server::config::DEFAULT_API_ADDRESS;
-use coreward_http::client::{Client, ControllerUrl, Credential};
+use coreward_http::client::{ApiCredential, ControllerClient, ControllerUrl};
 use coreward_tls::CredentialFiles;
-use coreward_tls::verify::ExpectedHost;
+use coreward_tls::verify::ExpectedControllerHost;
 
 /// Path at which the controller of the distribution packages stores the operator's token.
 const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
 
 #[derive(clap::Args, Clone)]
-pub struct ControllerArgs {
+pub struct ControllerContactArgs {
     /// The controller's API: ADDRESS:PORT on this host, or https://HOST:PORT. Several controllers are separated by
     /// commas; the command uses the leader
     #[arg(
@@ -40,18 +40,18 @@ pub struct ControllerArgs {
     key: Option<PathBuf>,
 }
 
-impl ControllerArgs {
+impl ControllerContactArgs {
     /// Creates a client of the controllers. Fails if a credential file cannot be read or is invalid.
-    pub fn build_client(&self) -> anyhow::Result<Client> {
+    pub fn build_client(&self) -> anyhow::Result<ControllerClient> {
         let to_files =
             |((ca, certificate), key)| CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key };
         let certificate_files = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(to_files);
-        let token_credential = || Credential::Token { file: self.token_file.clone(), ca: self.ca.clone() };
-        let credential = certificate_files.map_or_else(token_credential, Credential::Certificate);
+        let build_token_credential = || ApiCredential::Token { file: self.token_file.clone(), ca: self.ca.clone() };
+        let credential = certificate_files.map_or_else(build_token_credential, ApiCredential::Certificate);
         let expected_host = match self.controller_name.as_slice() {
-            [] => ExpectedHost::Requested,
-            names => ExpectedHost::OneOf(names.to_vec()),
+            [] => ExpectedControllerHost::Requested,
+            names => ExpectedControllerHost::OneOf(names.to_vec()),
         };
-        Client::with_controllers(self.controller.clone(), &credential, expected_host)
+        ControllerClient::with_controllers(self.controller.clone(), &credential, expected_host)
     }
 }

@@ -5,23 +5,23 @@ use std::time::Duration;
 use anyhow::{anyhow, bail};
 use coreward_api::types::{ActiveDrain, DrainOrigin, DrainServer, DrainStatus, ServerState};
 use coreward_http::Problem;
-use coreward_http::client::Client;
+use coreward_http::client::ControllerClient;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::{OutputFormat, QueryArgs, print};
+use crate::{ControllerQueryArgs, OutputFormat, print_to_stdout};
 
 /// Interval between status requests of `--wait`. It is half a second, because agents count connections every second.
-const POLL_INTERVAL: Duration = Duration::from_millis(500);
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Maximum of `--timeout`. A longer timeout is reduced to it.
-const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
+const MAX_DRAIN_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
 
 #[derive(clap::Args)]
 pub struct DrainArgs {
     /// Name of the server in the fleet document
     server: String,
     #[command(flatten)]
-    query: QueryArgs,
+    query: ControllerQueryArgs,
     /// Drain the server in this service only; may be repeated [default: all services, also future ones]
     #[arg(long, value_name = "NAME", num_args = 1..)]
     service: Vec<String>,
@@ -41,7 +41,7 @@ pub struct UndrainArgs {
     /// Name of the server in the fleet document
     server: String,
     #[command(flatten)]
-    query: QueryArgs,
+    query: ControllerQueryArgs,
 }
 
 fn build_runtime() -> std::io::Result<tokio::runtime::Runtime> {
@@ -53,11 +53,11 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.build_client()?;
     build_runtime()?.block_on(async {
         let request = DrainServer { services: args.service.clone(), force: args.force };
-        let status = client.drain(&args.server, &request).await?;
+        let status = client.drain_server(&args.server, &request).await?;
         // The JSON output must be a single object, which is the final state.
         let is_text_output = args.query.format == OutputFormat::Text;
         if is_text_output || !args.wait {
-            print(&format_drain_status(&status, args.query.format)?)?;
+            print_to_stdout(&format_drain_status(&status, args.query.format)?)?;
         }
         if !args.wait {
             return Ok(());
@@ -67,7 +67,7 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
             outcome = wait_until_drained(&client, status, args.timeout.into(), is_text_output) => {
                 let (status, remaining_connections) = outcome?;
                 if !is_text_output {
-                    print(&format_drain_status(&status, args.query.format)?)?;
+                    print_to_stdout(&format_drain_status(&status, args.query.format)?)?;
                 }
                 match remaining_connections {
                     RemainingConnections::Zero => Ok(()),
@@ -84,7 +84,10 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
 /// Runs `coreward undrain`, which ends the drain of a server. Fails if the controller rejects the request.
 pub fn run_undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.build_client()?;
-    print(&format_drain_status(&build_runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
+    print_to_stdout(&format_drain_status(
+        &build_runtime()?.block_on(client.undrain_server(&args.server))?,
+        args.query.format,
+    )?)
 }
 
 /// Connections of the drained server that remain at the end of the wait.
@@ -96,12 +99,12 @@ enum RemainingConnections {
 /// Waits until no connection remains or the timeout expires. Continues while no controller answers, because the drain
 /// is already stored.
 async fn wait_until_drained(
-    client: &Client,
+    client: &ControllerClient,
     mut status: DrainStatus,
     timeout: Duration,
     is_text_output: bool,
 ) -> anyhow::Result<(DrainStatus, RemainingConnections)> {
-    let deadline = Instant::now() + timeout.min(MAX_TIMEOUT);
+    let deadline = Instant::now() + timeout.min(MAX_DRAIN_TIMEOUT);
     let (server, mut printed_text, mut is_controller_unreachable) =
         (status.server.clone(), describe_drain(&status), false);
     loop {
@@ -111,14 +114,14 @@ async fn wait_until_drained(
         if status.remaining_connections == Some(0) {
             return Ok((status, RemainingConnections::Zero));
         }
-        sleep(POLL_INTERVAL.min(deadline - Instant::now())).await;
+        sleep(DRAIN_POLL_INTERVAL.min(deadline - Instant::now())).await;
         let Ok(answer) = timeout_at(deadline, client.drain_status(&server)).await else { break };
         match answer {
             Ok(newest_status) => (status, is_controller_unreachable) = (newest_status, false),
             Err(error) if is_permanent_error(&error) => return Err(error),
             Err(error) => {
                 if !std::mem::replace(&mut is_controller_unreachable, true) && is_text_output {
-                    print(&format!("the drain is on record, what remains is not known: {error:#}"))?;
+                    print_to_stdout(&format!("the drain is on record, what remains is not known: {error:#}"))?;
                     printed_text.clear();
                 }
             }
@@ -138,7 +141,7 @@ async fn wait_until_drained(
 fn print_changed_status(status: &DrainStatus, printed_text: &mut String) -> anyhow::Result<()> {
     let current_text = describe_drain(status);
     if current_text != *printed_text {
-        print(&current_text)?;
+        print_to_stdout(&current_text)?;
         *printed_text = current_text;
     }
     Ok(())
@@ -280,9 +283,13 @@ mod tests {
     #[test]
     fn request_rejected_by_controller_is_not_retried() {
         use coreward_http::ProblemKind;
-        let of = |kind| is_permanent_error(&Problem::new(kind, "").into());
-        assert!(of(ProblemKind::NotFound) && of(ProblemKind::Forbidden));
-        assert!(!of(ProblemKind::NotLeading) && !of(ProblemKind::Internal) && !of(ProblemKind::TooManyRequests));
+        let is_permanent = |kind| is_permanent_error(&Problem::new(kind, "").into());
+        assert!(is_permanent(ProblemKind::NotFound) && is_permanent(ProblemKind::Forbidden));
+        assert!(
+            !is_permanent(ProblemKind::NotLeading)
+                && !is_permanent(ProblemKind::Internal)
+                && !is_permanent(ProblemKind::TooManyRequests)
+        );
         assert!(!is_permanent_error(&anyhow!("no controller answers")));
     }
 }

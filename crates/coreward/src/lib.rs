@@ -13,10 +13,10 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
-use coreward_agent::rss_command::RssArgs;
+use coreward_agent::rss_command::RssCommandArgs;
 use coreward_api::types::{Explain, PacketKind};
 use coreward_cli::shell::CliDocumentationCommand;
-use coreward_cli::{exit_status, print};
+use coreward_cli::{exit_status, print_to_stdout};
 use coreward_daemon::drop_capabilities;
 use coreward_dataplane::capabilities;
 use coreward_dispatch::command::{self as dispatch, DispatchArgs};
@@ -29,25 +29,25 @@ use coreward_orchestrator::command::{self as orchestrate, OrchestrateArgs};
 use coreward_render as show;
 use coreward_tls::command::{self as certs, CertsArgs};
 
-use contact::ControllerArgs;
+use contact::ControllerContactArgs;
 
 #[derive(clap::Parser)]
 #[command(name = "coreward", version, about)]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: CorewardCommand,
 }
 
 #[derive(clap::Subcommand)]
-enum Command {
+enum CorewardCommand {
     /// Run the controller: it makes placement tables from agents' reports (SIGHUP reloads its files)
-    Controller(ConfigArgs),
+    Controller(DaemonConfigArgs),
     /// Run the load balancer: attach the XDP program, or take over the pinned one, and follow the controller
     Lb(LbArgs),
     /// Run a server's agent: attach the programs, or take over the pinned ones, and report core loads
     Agent(AgentArgs),
     /// Run a rack controller: it sends summaries of its agents' reports to the controller
-    Rack(ConfigArgs),
+    Rack(DaemonConfigArgs),
     /// Select the worker of each request to a UDP service, for unmodified servers
     Dispatch(DispatchArgs),
     /// Send each request of UDP services to a core's priority queue, for servers that use the runtime library
@@ -89,7 +89,7 @@ enum Command {
 }
 
 #[derive(clap::Args)]
-struct ConfigArgs {
+struct DaemonConfigArgs {
     /// Configuration file of the daemon (docs/config.md)
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
@@ -115,7 +115,7 @@ enum LbCommand {
         /// Name of the load balancer
         name: String,
         #[command(flatten)]
-        query: QueryArgs,
+        query: ControllerQueryArgs,
     },
 }
 
@@ -135,13 +135,13 @@ struct AgentArgs {
 #[derive(clap::Subcommand)]
 enum AgentCommand {
     /// Show the RSS settings of a NIC, and the queues at which SYNs actually arrive
-    Rss(RssArgs),
+    Rss(RssCommandArgs),
 }
 
 #[derive(clap::Args)]
-struct QueryArgs {
+struct ControllerQueryArgs {
     #[command(flatten)]
-    contact: ControllerArgs,
+    contact: ControllerContactArgs,
     /// Format of the output
     #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
     format: OutputFormat,
@@ -150,7 +150,7 @@ struct QueryArgs {
 #[derive(clap::Args)]
 struct StatusArgs {
     #[command(flatten)]
-    query: QueryArgs,
+    query: ControllerQueryArgs,
     /// Show complete RSS keys in the JSON output. Keys are secret, because they allow clients to aim at a core
     #[arg(long)]
     rss_keys: bool,
@@ -165,7 +165,7 @@ struct FleetArgs {
 #[derive(clap::Subcommand)]
 enum FleetCommand {
     /// Print the document in its original text
-    Show(QueryArgs),
+    Show(ControllerQueryArgs),
 }
 
 #[derive(clap::Args)]
@@ -199,11 +199,11 @@ struct KeysArgs {
 #[derive(clap::Subcommand)]
 enum KeysCommand {
     /// Show the stamping key, the time since it came into force, and the state of a rotation
-    Show(QueryArgs),
+    Show(ControllerQueryArgs),
     /// Rotate the keys: distribute the next key, which stamps when all daemons have confirmed it
     Rotate {
         #[command(flatten)]
-        query: QueryArgs,
+        query: ControllerQueryArgs,
         /// Rotate although the current key is young, and without waiting for disconnected daemons: connections may
         /// break
         #[arg(long)]
@@ -214,7 +214,7 @@ enum KeysCommand {
 #[derive(clap::Args)]
 struct ExplainArgs {
     #[command(flatten)]
-    query: QueryArgs,
+    query: ControllerQueryArgs,
     /// VIP and port of the service
     #[arg(long, value_name = "ADDRESS:PORT")]
     vip: SocketAddr,
@@ -263,10 +263,10 @@ pub fn command_definition() -> clap::Command {
 pub fn main() -> ExitCode {
     let set_debug = coreward_cli::start_logging();
     coreward_daemon::log_level::register_debug_setter(set_debug);
-    exit_status("coreward", run(Cli::parse().command))
+    exit_status("coreward", run_command(Cli::parse().command))
 }
 
-impl Command {
+impl CorewardCommand {
     /// Returns whether the subcommand is a daemon, which runs until a signal and itself handles signals and secrets.
     fn is_daemon(&self) -> bool {
         match self {
@@ -278,81 +278,83 @@ impl Command {
     }
 }
 
-fn run(command: Command) -> anyhow::Result<()> {
+fn run_command(command: CorewardCommand) -> anyhow::Result<()> {
     if command.is_daemon() {
         coreward_daemon::block_signals()?;
         coreward_config::reject_foreign_secrets();
     }
     match command {
-        Command::Controller(args) => run_controller(&args),
-        Command::Lb(args) => run_lb_command(args),
-        Command::Agent(args) => run_agent_command(args),
-        Command::Rack(args) => run_rack(&args),
-        Command::Dispatch(args) => run_dispatch(&args),
-        Command::Orchestrate(args) => run_orchestrate(&args),
-        Command::Status(StatusArgs { query, rss_keys }) => {
-            print(&show::fetch_status(&query.contact.build_client()?, rss_keys, query.format.into())?)
+        CorewardCommand::Controller(args) => run_controller(&args),
+        CorewardCommand::Lb(args) => run_lb_command(args),
+        CorewardCommand::Agent(args) => run_agent_command(args),
+        CorewardCommand::Rack(args) => run_rack(&args),
+        CorewardCommand::Dispatch(args) => run_dispatch(&args),
+        CorewardCommand::Orchestrate(args) => run_orchestrate(&args),
+        CorewardCommand::Status(StatusArgs { query, rss_keys }) => {
+            print_to_stdout(&show::fetch_status(&query.contact.build_client()?, rss_keys, query.format.into())?)
         }
-        Command::Check(args) => check::run(&args),
-        Command::Certs(args) => print(&certs::run(&args)?),
-        Command::Apply(args) => apply::run(&args),
-        Command::Fleet(FleetArgs { command: FleetCommand::Show(query) }) => {
-            print(&show::fleet::fetch_document(&query.contact.build_client()?, query.format.into())?)
+        CorewardCommand::Check(args) => check::run_check(&args),
+        CorewardCommand::Certs(args) => print_to_stdout(&certs::run_certs_command(&args)?),
+        CorewardCommand::Apply(args) => apply::run_apply(&args),
+        CorewardCommand::Fleet(FleetArgs { command: FleetCommand::Show(query) }) => {
+            print_to_stdout(&show::fleet::fetch_document(&query.contact.build_client()?, query.format.into())?)
         }
-        Command::Audit(args) => audit::print_audit_log(&args),
-        Command::Drain(args) => drain::run_drain(&args),
-        Command::Undrain(args) => drain::run_undrain(&args),
-        Command::Top(args) => top::run(&args),
-        Command::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
-            print(&coreward_control_server::copy::copy_store(&from, &to, replace)?)
+        CorewardCommand::Audit(args) => audit::print_audit_log(&args),
+        CorewardCommand::Drain(args) => drain::run_drain(&args),
+        CorewardCommand::Undrain(args) => drain::run_undrain(&args),
+        CorewardCommand::Top(args) => top::run(&args),
+        CorewardCommand::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
+            print_to_stdout(&coreward_control_server::copy::copy_store(&from, &to, replace)?)
         }
-        Command::Explain(args) => print(&explain_packet(&args)?),
-        Command::Connections(args) => print_connections(&args),
-        Command::Capture(args) => run_capture(&args),
-        Command::Keys(args) => show_or_rotate_keys(args),
-        Command::Doctor(args) => run_doctor(&args),
-        Command::CheckKernel => check_kernel(),
-        Command::Shell(shell) => shell.run(Cli::command()),
+        CorewardCommand::Explain(args) => print_to_stdout(&explain_packet(&args)?),
+        CorewardCommand::Connections(args) => print_connections(&args),
+        CorewardCommand::Capture(args) => run_capture(&args),
+        CorewardCommand::Keys(args) => show_or_rotate_keys(args),
+        CorewardCommand::Doctor(args) => run_doctor(&args),
+        CorewardCommand::CheckKernel => check_kernel_loads_programs(),
+        CorewardCommand::Shell(shell) => shell.run(Cli::command()),
     }
 }
 
-fn run_controller(args: &ConfigArgs) -> anyhow::Result<()> {
+fn run_controller(args: &DaemonConfigArgs) -> anyhow::Result<()> {
     drop_capabilities::drop_other_capabilities(Component::Controller)?;
-    coreward_control_server::server::run(&args.config)
+    coreward_control_server::server::run_controller(&args.config)
 }
 
-fn run_rack(args: &ConfigArgs) -> anyhow::Result<()> {
+fn run_rack(args: &DaemonConfigArgs) -> anyhow::Result<()> {
     drop_capabilities::drop_other_capabilities(Component::Rack)?;
-    coreward_rack::daemon::run(&args.config)
+    coreward_rack::daemon::run_rack_controller(&args.config)
 }
 
 fn run_dispatch(args: &DispatchArgs) -> anyhow::Result<()> {
     capabilities::check_capabilities("coreward dispatch")?;
     drop_capabilities::drop_other_capabilities(Component::Dispatch)?;
-    dispatch::run(args)?.map_or(Ok(()), |text| print(&text))
+    dispatch::run(args)?.map_or(Ok(()), |text| print_to_stdout(&text))
 }
 
 fn run_orchestrate(args: &OrchestrateArgs) -> anyhow::Result<()> {
-    let prepared_daemon = orchestrate::prepare(args)?;
+    let prepared_daemon = orchestrate::prepare_orchestrator(args)?;
     drop_capabilities::drop_other_capabilities(Component::Orchestrate)?;
-    print(&orchestrate::run(prepared_daemon)?)
+    print_to_stdout(&orchestrate::run_orchestrator(prepared_daemon)?)
 }
 
 fn print_connections(args: &ConnectionsArgs) -> anyhow::Result<()> {
     capabilities::check_capabilities("coreward connections")?;
-    print(&connections_command::run(args)?)
+    print_to_stdout(&connections_command::run_connections_command(args)?)
 }
 
 fn run_capture(args: &CaptureArgs) -> anyhow::Result<()> {
     capabilities::check_capabilities("coreward capture")?;
-    coreward_lb::capture_command::run(args)
+    coreward_lb::capture_command::run_capture_command(args)
 }
 
 fn show_or_rotate_keys(args: KeysArgs) -> anyhow::Result<()> {
     match args.command {
-        KeysCommand::Show(query) => print(&show::fetch_keys(&query.contact.build_client()?, query.format.into())?),
+        KeysCommand::Show(query) => {
+            print_to_stdout(&show::fetch_keys(&query.contact.build_client()?, query.format.into())?)
+        }
         KeysCommand::Rotate { query, force } => {
-            print(&show::rotate_keys(&query.contact.build_client()?, force, query.format.into())?)
+            print_to_stdout(&show::rotate_keys(&query.contact.build_client()?, force, query.format.into())?)
         }
     }
 }
@@ -372,47 +374,56 @@ fn run_lb_command(args: LbArgs) -> anyhow::Result<()> {
     if let Some(LbCommand::Forget { name, query }) = args.command {
         let load_balancers = show::block_on(query.contact.build_client()?.forget_load_balancer(&name))?;
         return match query.format {
-            OutputFormat::Json => print(&serde_json::to_string_pretty(&load_balancers)?),
-            OutputFormat::Text => {
-                print(&format!("load balancer {name} is forgotten; {} are left", load_balancers.load_balancers.len()))
-            }
+            OutputFormat::Json => print_to_stdout(&serde_json::to_string_pretty(&load_balancers)?),
+            OutputFormat::Text => print_to_stdout(&format!(
+                "load balancer {name} is forgotten; {} are left",
+                load_balancers.load_balancers.len()
+            )),
         };
     }
     capabilities::check_capabilities("coreward lb")?;
     let config = args.config.context("--config FILE is missing")?;
     drop_capabilities::drop_other_capabilities(Component::Lb)?;
-    if args.detach { coreward_lb::daemon::detach(&config) } else { coreward_lb::daemon::run(&config) }
+    if args.detach {
+        coreward_lb::daemon::detach_load_balancer(&config)
+    } else {
+        coreward_lb::daemon::run_load_balancer(&config)
+    }
 }
 
 fn run_agent_command(args: AgentArgs) -> anyhow::Result<()> {
     capabilities::check_capabilities("coreward agent")?;
     match (args.command, args.config) {
         (Some(AgentCommand::Rss(args)), _) => {
-            let is_in_force = coreward_agent::rss_command::run(&args)?;
+            let is_in_force = coreward_agent::rss_command::run_rss_command(&args)?;
             anyhow::ensure!(is_in_force, "the RSS table that {} shows is not in force", args.interface);
             Ok(())
         }
         (None, config) => {
             let config = config.context("--config FILE is missing")?;
             drop_capabilities::drop_other_capabilities(Component::Agent)?;
-            if args.detach { coreward_agent::daemon::detach(&config) } else { coreward_agent::daemon::run(&config) }
+            if args.detach {
+                coreward_agent::daemon::detach_agent(&config)
+            } else {
+                coreward_agent::daemon::run_agent(&config)
+            }
         }
     }
 }
 
 fn run_doctor(args: &DoctorArgs) -> anyhow::Result<()> {
     let (text, has_no_fault) = doctor::run(args)?;
-    print(&text)?;
+    print_to_stdout(&text)?;
     anyhow::ensure!(has_no_fault, "this machine has faults: expected the remedies above to be applied");
     Ok(())
 }
 
-fn check_kernel() -> anyhow::Result<()> {
+fn check_kernel_loads_programs() -> anyhow::Result<()> {
     let mut rejected_count = 0;
     for (program, outcome) in coreward_dataplane::check::load_every_program() {
         let outcome_text = outcome.map_or_else(|error| format!("rejected: {error:#}"), |()| "ok".to_owned());
         rejected_count += usize::from(outcome_text != "ok");
-        print(&format!("{program}: {outcome_text}"))?;
+        print_to_stdout(&format!("{program}: {outcome_text}"))?;
     }
     anyhow::ensure!(
         rejected_count == 0,

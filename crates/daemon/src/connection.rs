@@ -6,20 +6,20 @@ use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
 use coreward_metrics::metrics;
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_metrics::table::MetricKind::MaxGauge;
-use coreward_metrics::table::{Component, Family, family};
-use coreward_tls::connect::Connector;
-use coreward_tls::{CredentialFiles, Role, Tls, table};
+use coreward_metrics::table::{Component, MetricFamily, declare_family};
+use coreward_tls::connect::GrpcConnector;
+use coreward_tls::{CredentialFiles, FleetRole, ReloadableCredentials, table};
 use coreward_wire::{LEADER_HEADER, TERM_HEADER};
 use rand::TryRng as _;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Response, Status};
 
-use crate::controllers::Controllers;
+use crate::controllers::ControllerAddresses;
 
 metrics! {
-    CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS: Family<1> = family(
+    CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS: MetricFamily<1> = declare_family(
         MaxGauge, "coreward_certificate_not_after_timestamp_seconds", &["certificate"],
         &[Component::Controller, Component::Lb, Component::Agent, Component::Rack],
         "End of the daemon's own certificate (own), and of the first authority's (ca), in Unix time",
@@ -44,22 +44,22 @@ const FLOW_CONTROL_WINDOW_BYTES: u32 = 1 << 20;
 const OLDER_TERM_REJECTION_TIME: Duration = Duration::from_secs(60);
 
 pub struct ControllerConnection {
-    controllers: Controllers,
-    tls: Option<Arc<Tls>>,
-    expected_roles: &'static [Role],
-    attempt_order: AttemptOrder,
-    term_tracker: TermTracker,
+    controllers: ControllerAddresses,
+    tls: Option<Arc<ReloadableCredentials>>,
+    expected_roles: &'static [FleetRole],
+    attempt_order: ConnectionAttemptOrder,
+    term_tracker: LeaderTermTracker,
 }
 
 impl ControllerConnection {
     /// Prepares the connection, and watches the certificate files on the current runtime. With `tls`, the controller
     /// must have one of the `expected_roles`. Without `tls`, the controller is not verified.
     pub fn new(
-        controllers: Controllers,
+        controllers: ControllerAddresses,
         tls: Option<&CredentialFiles>,
-        expected_roles: &'static [Role],
+        expected_roles: &'static [FleetRole],
     ) -> anyhow::Result<Self> {
-        let tls = table::load(tls)?;
+        let tls = table::load_tls_credentials(tls)?;
         match &tls {
             Some(tls) => drop(tokio::spawn(tls.clone().reload_changed_certificates())),
             None if controllers.addresses().iter().all(|address| address.ip().is_loopback()) => {}
@@ -69,28 +69,28 @@ impl ControllerConnection {
                 "without `[tls]` anyone on the path to the controllers can read the cookie keys and change updates"
             ),
         }
-        let attempt_order = AttemptOrder::new(controllers.addresses().len());
-        Ok(Self { attempt_order, term_tracker: TermTracker::default(), tls, expected_roles, controllers })
+        let attempt_order = ConnectionAttemptOrder::new(controllers.addresses().len());
+        Ok(Self { attempt_order, term_tracker: LeaderTermTracker::default(), tls, expected_roles, controllers })
     }
 
     /// Returns a warning for the operator about each certificate that expires soon.
-    pub fn warnings(&self) -> Vec<String> {
+    pub fn certificate_warnings(&self) -> Vec<String> {
         self.tls.as_ref().map(|tls| tls.warnings()).unwrap_or_default()
     }
 
-    pub fn add_metrics(&self, snapshot: &mut Snapshot) {
+    pub fn add_metrics(&self, snapshot: &mut MetricsSnapshot) {
         self.tls.iter().for_each(|tls| add_certificate_expiry(tls, snapshot));
     }
 
     /// Returns the address of the controller to which the next attempt connects.
-    pub fn next_controller(&self) -> SocketAddr {
+    pub fn next_controller_address(&self) -> SocketAddr {
         self.controllers.addresses()[self.attempt_order.current_controller_index]
     }
 
-    /// Connects to [`Self::next_controller`]. Fails after two seconds.
+    /// Connects to [`Self::next_controller_address`]. Fails after two seconds.
     pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
-        let address = self.next_controller();
-        let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected_roles)));
+        let address = self.next_controller_address();
+        let connector = GrpcConnector::new(address, self.tls.clone().map(|tls| (tls, self.expected_roles)));
         async move {
             let endpoint = Endpoint::from_shared(format!("http://{address}"))?
                 .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
@@ -113,18 +113,18 @@ impl ControllerConnection {
     /// Records a message from the controller, which proves that the controller is the leader.
     pub fn record_controller_message(&mut self) {
         self.attempt_order.record_answer();
-        self.term_tracker.record_message(Instant::now());
+        self.term_tracker.record_message_time(Instant::now());
     }
 
     /// Logs the end of a stream, selects the controller for the next attempt, and returns the time to wait before it.
     /// This time is random, so that the daemons of a fleet do not all reconnect at once.
     pub fn record_stream_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
-        let (controller, end) = (self.next_controller(), self.classify_stream_end(error));
+        let (controller, end) = (self.next_controller_address(), self.classify_stream_end(error));
         let retry_pause = self.attempt_order.record_attempt_end(&end);
-        let next_controller = self.next_controller();
+        let next_controller = self.next_controller_address();
 
         match (end, error) {
-            (StreamEnd::Rejected, Some(error)) => {
+            (StreamEndReason::Rejected, Some(error)) => {
                 let error = root_cause_text(error);
                 tracing::warn!(
                     event = "controller-rejects",
@@ -153,14 +153,14 @@ impl ControllerConnection {
                 );
             }
         }
-        with_jitter(retry_pause)
+        interval_with_jitter(retry_pause)
     }
 
-    fn classify_stream_end(&self, error: Option<&anyhow::Error>) -> StreamEnd {
-        let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return StreamEnd::Lost };
+    fn classify_stream_end(&self, error: Option<&anyhow::Error>) -> StreamEndReason {
+        let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return StreamEndReason::Lost };
         match status.code() {
             Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => {
-                StreamEnd::Rejected
+                StreamEndReason::Rejected
             }
             Code::Unavailable => {
                 let leader_address =
@@ -170,9 +170,9 @@ impl ControllerConnection {
                 // The address is trusted only if the daemon's configuration contains it, too.
                 leader_address
                     .and_then(find_controller_index)
-                    .map_or(StreamEnd::Lost, StreamEnd::RedirectedToController)
+                    .map_or(StreamEndReason::Lost, StreamEndReason::RedirectedToController)
             }
-            _ => StreamEnd::Lost,
+            _ => StreamEndReason::Lost,
         }
     }
 }
@@ -188,9 +188,9 @@ fn root_cause_text(error: &anyhow::Error) -> String {
 }
 
 /// Adds the expiry time of each kind of certificate to the metrics snapshot.
-pub fn add_certificate_expiry(tls: &Tls, snapshot: &mut Snapshot) {
+pub fn add_certificate_expiry(tls: &ReloadableCredentials, snapshot: &mut MetricsSnapshot) {
     let mut expiry_times = std::collections::BTreeMap::new();
-    for (usage, certificate) in tls.certificates() {
+    for (usage, certificate) in tls.labelled_certificates() {
         let expiry_unix_s = certificate.not_after.as_secs_f64();
         expiry_times
             .entry(usage)
@@ -204,7 +204,7 @@ pub fn add_certificate_expiry(tls: &Tls, snapshot: &mut Snapshot) {
 
 /// Reason why a stream from the controller ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum StreamEnd {
+enum StreamEndReason {
     /// The controller is unreachable or is not the leader.
     Lost,
     Rejected,
@@ -214,36 +214,37 @@ enum StreamEnd {
 }
 
 /// Order in which a daemon tries the controllers. It does not depend on the clock or on random numbers.
-struct AttemptOrder {
+struct ConnectionAttemptOrder {
     controller_count: usize,
     current_controller_index: usize,
     /// Number of failed attempts since a controller last answered.
     failed_attempt_count: usize,
-    has_answered: bool,
+    has_controller_answered: bool,
     retry_interval: Duration,
 }
 
-impl AttemptOrder {
+impl ConnectionAttemptOrder {
     fn new(controller_count: usize) -> Self {
         Self {
             controller_count,
             current_controller_index: 0,
             failed_attempt_count: 0,
-            has_answered: false,
+            has_controller_answered: false,
             retry_interval: RETRY_INTERVAL_RANGE.0,
         }
     }
 
     fn record_answer(&mut self) {
-        (self.has_answered, self.failed_attempt_count, self.retry_interval) = (true, 0, RETRY_INTERVAL_RANGE.0);
+        (self.has_controller_answered, self.failed_attempt_count, self.retry_interval) =
+            (true, 0, RETRY_INTERVAL_RANGE.0);
     }
 
     /// Records the end of an attempt, and returns the interval before the next attempt.
-    fn record_attempt_end(&mut self, end: &StreamEnd) -> Duration {
-        let had_answered = std::mem::take(&mut self.has_answered);
+    fn record_attempt_end(&mut self, end: &StreamEndReason) -> Duration {
+        let had_answered = std::mem::take(&mut self.has_controller_answered);
         self.failed_attempt_count += usize::from(!had_answered);
         match end {
-            StreamEnd::RedirectedToController(leader) => self.current_controller_index = *leader,
+            StreamEndReason::RedirectedToController(leader) => self.current_controller_index = *leader,
             // The controller that answered last is tried again, because it probably returns first and has this daemon's
             // state.
             _ if had_answered => {}
@@ -252,7 +253,7 @@ impl AttemptOrder {
         let were_all_controllers_tried =
             self.failed_attempt_count > 0 && self.failed_attempt_count.is_multiple_of(self.controller_count);
         match end {
-            StreamEnd::Rejected => RETRY_INTERVAL_AFTER_REJECTION,
+            StreamEndReason::Rejected => RETRY_INTERVAL_AFTER_REJECTION,
             _ if were_all_controllers_tried => {
                 let retry_pause = self.retry_interval;
                 self.retry_interval = (retry_pause * 2).min(RETRY_INTERVAL_RANGE.1);
@@ -265,11 +266,11 @@ impl AttemptOrder {
 
 /// Newest term that a leader has had, and the time of the leader's last message. The caller supplies the current time.
 #[derive(Default)]
-struct TermTracker {
+struct LeaderTermTracker {
     newest_term_and_message_time: Option<(u64, Instant)>,
 }
 
-impl TermTracker {
+impl LeaderTermTracker {
     /// Fails if the term of a new stream is too old. Accepts `None`, because a controller with a local store has no
     /// terms.
     fn check_term(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
@@ -288,7 +289,7 @@ impl TermTracker {
         }
     }
 
-    fn record_message(&mut self, now: Instant) {
+    fn record_message_time(&mut self, now: Instant) {
         if let Some((_, last_message)) = &mut self.newest_term_and_message_time {
             *last_message = now;
         }
@@ -296,7 +297,7 @@ impl TermTracker {
 }
 
 /// Returns a random duration between half of the interval and the full interval.
-fn with_jitter(interval: Duration) -> Duration {
+fn interval_with_jitter(interval: Duration) -> Duration {
     // If no random number is available, all daemons wait equally long, which is harmless.
     let random_number = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);
     interval.mul_f64(0.5 + 0.5 * f64::from(random_number) / f64::from(u32::MAX))

@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::SocketAddr;
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{FromToml, Reader, Spanned, serde_json};
+use coreward_config::{FromToml, Spanned, TomlReader, serde_json};
 use serde_json::{Value, json};
 
 /// Maximum number of controllers in a fleet.
@@ -12,29 +12,29 @@ const MAX_CONTROLLERS: usize = 16;
 
 /// Distinct addresses of a fleet's controllers, at least one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Controllers(Vec<SocketAddr>);
+pub struct ControllerAddresses(Vec<SocketAddr>);
 
-impl Controllers {
+impl ControllerAddresses {
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.0
     }
 }
 
-impl From<SocketAddr> for Controllers {
+impl From<SocketAddr> for ControllerAddresses {
     fn from(address: SocketAddr) -> Self {
         Self(vec![address])
     }
 }
 
-impl fmt::Display for Controllers {
+impl fmt::Display for ControllerAddresses {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let addresses: Vec<String> = self.0.iter().map(SocketAddr::to_string).collect();
         f.write_str(&addresses.join(", "))
     }
 }
 
-impl FromToml for Controllers {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+impl FromToml for ControllerAddresses {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::String(_) => SocketAddr::read(value, reader).map(Self::from),
             DeValue::Array(values) => {
@@ -43,7 +43,7 @@ impl FromToml for Controllers {
                 for value in values {
                     match SocketAddr::read(value, reader) {
                         Some(address) if addresses.contains(&address) => {
-                            reader.report(
+                            reader.report_mistake(
                                 value.span(),
                                 format!("controller {address} is named twice: expected each once"),
                             );
@@ -55,7 +55,7 @@ impl FromToml for Controllers {
                 }
                 if is_valid && (addresses.is_empty() || addresses.len() > MAX_CONTROLLERS) {
                     let message = format!("{} controllers: expected 1 to {MAX_CONTROLLERS}", addresses.len());
-                    reader.report(value.span(), message);
+                    reader.report_mistake(value.span(), message);
                     is_valid = false;
                 }
                 is_valid.then_some(Self(addresses))
@@ -64,8 +64,8 @@ impl FromToml for Controllers {
         }
     }
 
-    fn expected() -> String {
-        format!("{}, or a list of them", SocketAddr::expected())
+    fn describe_valid_values() -> String {
+        format!("{}, or a list of them", SocketAddr::describe_valid_values())
     }
 
     fn schema() -> Value {
@@ -83,26 +83,26 @@ impl FromToml for Controllers {
 
 #[cfg(test)]
 mod tests {
-    use coreward_config::{Source, config_struct};
+    use coreward_config::{TomlSource, config_struct};
 
     use super::*;
 
     config_struct! {
-        struct File {
-            controller: Controllers,
+        struct ControllersFile {
+            controller: ControllerAddresses,
         }
     }
 
-    fn parse(value: &str) -> Result<String, String> {
-        let source = Source::from_text("lb.toml", &format!("controller = {value}\n"));
-        let result = source.read_as(|file: File, _| Some(file.controller.to_string()));
+    fn parse_controllers(value: &str) -> Result<String, String> {
+        let source = TomlSource::from_text("lb.toml", &format!("controller = {value}\n"));
+        let result = source.read_as(|file: ControllersFile, _| Some(file.controller.to_string()));
         result.map_err(|mistakes| mistakes.to_string())
     }
 
     #[test]
     fn key_controller_accepts_an_address_or_a_list() {
-        assert_eq!(parse("\"10.1.0.1:7400\"").unwrap(), "10.1.0.1:7400");
-        assert_eq!(parse("[\"10.1.0.2:7400\", \"[::1]:7400\"]").unwrap(), "10.1.0.2:7400, [::1]:7400");
+        assert_eq!(parse_controllers("\"10.1.0.1:7400\"").unwrap(), "10.1.0.1:7400");
+        assert_eq!(parse_controllers("[\"10.1.0.2:7400\", \"[::1]:7400\"]").unwrap(), "10.1.0.2:7400, [::1]:7400");
     }
 
     #[test]
@@ -122,7 +122,7 @@ mod tests {
             ),
         ];
         for (value, message) in cases {
-            assert_eq!(parse(value).unwrap_err(), format!("lb.toml:{message}"));
+            assert_eq!(parse_controllers(value).unwrap_err(), format!("lb.toml:{message}"));
         }
     }
 }

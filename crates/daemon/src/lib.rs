@@ -17,7 +17,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
 pub use connection::{ControllerConnection, add_certificate_expiry};
-pub use controllers::Controllers;
+pub use controllers::ControllerAddresses;
 pub use service_manager::run_with_watchdog_limit;
 
 const HANDLED_SIGNALS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];

@@ -5,14 +5,14 @@ use std::sync::OnceLock;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-type DebugSetter = Box<dyn Fn(bool) + Send + Sync>;
+type DebugLogSetter = Box<dyn Fn(bool) + Send + Sync>;
 
-static DEBUG_SETTER: OnceLock<DebugSetter> = OnceLock::new();
+static DEBUG_LOG_SETTER: OnceLock<DebugLogSetter> = OnceLock::new();
 
 /// Registers the function that sets the log level to debug (true) or back to the initial level (false). Without such a
 /// function, SIGUSR1 and SIGUSR2 have no effect.
 pub fn register_debug_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
-    let _ = DEBUG_SETTER.set(Box::new(set_debug));
+    let _ = DEBUG_LOG_SETTER.set(Box::new(set_debug));
 }
 
 /// Sets the log level to debug on SIGUSR1, and to the initial level on SIGUSR2, until the daemon ends.
@@ -24,7 +24,7 @@ pub(crate) async fn switch_log_level_on_signals() -> anyhow::Result<Infallible> 
             _ = debug_signals.recv() => true,
             _ = reset_signals.recv() => false,
         };
-        let Some(set_debug) = DEBUG_SETTER.get() else { continue };
+        let Some(set_debug) = DEBUG_LOG_SETTER.get() else { continue };
         set_debug(is_debug);
         let log_level = if is_debug { "debug" } else { "as at the start" };
         tracing::info!(

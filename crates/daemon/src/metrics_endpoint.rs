@@ -15,19 +15,19 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 
 /// Media type of OpenMetrics 1.0, which is the format that prometheus-client writes.
 const OPENMETRICS_MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Maximum number of concurrent connections. Further connections wait.
-const MAX_CONNECTIONS: usize = 8;
+const MAX_SCRAPE_CONNECTIONS: usize = 8;
 /// Time limit for a connection, from its acceptance to the end of the answer.
-const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
+const SCRAPE_CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_HEADER_BYTES: usize = 16 << 10;
 
 /// Receiver of scrapes (metrics requests) from Prometheus. The daemon answers each with a snapshot of its metrics.
 #[derive(Debug, Default)]
-pub struct ScrapeReceiver(Option<mpsc::Receiver<oneshot::Sender<Snapshot>>>);
+pub struct ScrapeReceiver(Option<mpsc::Receiver<oneshot::Sender<MetricsSnapshot>>>);
 
 impl ScrapeReceiver {
     /// Listens for scrapes at `address`. With `None`, no scrapes arrive.
@@ -48,7 +48,7 @@ impl ScrapeReceiver {
     }
 
     /// Waits for the next scrape, and returns the sender for its answer. Cancel-safe.
-    pub async fn next_scrape(&mut self) -> oneshot::Sender<Snapshot> {
+    pub async fn receive_scrape(&mut self) -> oneshot::Sender<MetricsSnapshot> {
         match &mut self.0 {
             Some(scrape_receiver) => match scrape_receiver.recv().await {
                 Some(scrape) => scrape,
@@ -61,10 +61,10 @@ impl ScrapeReceiver {
 
 /// Answers each scrape with the result of `collect`. Runs in a new thread, which first calls `on_thread_start`. Does
 /// nothing if `address` is `None`.
-pub fn serve(
+pub fn serve_metrics(
     address: Option<SocketAddr>,
     on_thread_start: impl FnOnce() + Send + 'static,
-    collect: impl Fn() -> Snapshot + Clone + Send + 'static,
+    collect: impl Fn() -> MetricsSnapshot + Clone + Send + 'static,
 ) -> anyhow::Result<()> {
     let Some(address) = address else { return Ok(()) };
     start_server_thread(bind_listener(address)?, on_thread_start, move || std::future::ready(Some(collect())))
@@ -83,7 +83,7 @@ fn bind_listener(address: SocketAddr) -> anyhow::Result<TcpListener> {
     Ok(listener)
 }
 
-fn start_server_thread<F: Future<Output = Option<Snapshot>> + 'static>(
+fn start_server_thread<F: Future<Output = Option<MetricsSnapshot>> + 'static>(
     listener: TcpListener,
     on_thread_start: impl FnOnce() + Send + 'static,
     collect: impl Fn() -> F + Clone + Send + 'static,
@@ -109,12 +109,12 @@ fn start_server_thread<F: Future<Output = Option<Snapshot>> + 'static>(
     Ok(())
 }
 
-async fn accept_connections<F: Future<Output = Option<Snapshot>> + 'static>(
+async fn accept_connections<F: Future<Output = Option<MetricsSnapshot>> + 'static>(
     listener: tokio::net::TcpListener,
     address: SocketAddr,
     collect: impl Fn() -> F + Clone + 'static,
 ) {
-    let connection_slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let connection_slots = Arc::new(Semaphore::new(MAX_SCRAPE_CONNECTIONS));
     loop {
         let Ok(connection_slot) = connection_slots.clone().acquire_owned().await else { return };
         let stream = match listener.accept().await {
@@ -136,18 +136,18 @@ async fn accept_connections<F: Future<Output = Option<Snapshot>> + 'static>(
             let service = service_fn(move |request| handle_request(request, collect.clone()));
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
-                .header_read_timeout(CONNECTION_TIMEOUT)
+                .header_read_timeout(SCRAPE_CONNECTION_TIMEOUT)
                 .max_buf_size(MAX_HEADER_BYTES)
                 .keep_alive(false)
                 .serve_connection(TokioIo::new(stream), service);
             // The timeout disconnects clients that are slow or use another protocol.
-            let _ = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await;
+            let _ = tokio::time::timeout(SCRAPE_CONNECTION_TIMEOUT, connection).await;
             drop(connection_slot);
         });
     }
 }
 
-async fn handle_request<F: Future<Output = Option<Snapshot>>>(
+async fn handle_request<F: Future<Output = Option<MetricsSnapshot>>>(
     request: Request<Incoming>,
     collect: impl Fn() -> F,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
@@ -191,7 +191,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         assert!(bind_listener(address).unwrap_err().to_string().contains("expected a free port"));
         let collect_snapshot = || {
-            let mut snapshot = Snapshot::default();
+            let mut snapshot = MetricsSnapshot::default();
             snapshot.add_value(&CONFIGURATION_GENERATION, [], 7.0);
             std::future::ready(Some(snapshot))
         };

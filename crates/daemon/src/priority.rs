@@ -35,10 +35,10 @@ mod tests {
     #[test]
     fn only_the_calling_thread_gets_low_priority() {
         // SAFETY: the call takes numbers only; 0 is the calling thread.
-        let niceness = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
-        let initial_niceness = niceness();
-        let lowered_thread = std::thread::spawn(move || lower_priority().map(|()| niceness()));
+        let read_niceness = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+        let initial_niceness = read_niceness();
+        let lowered_thread = std::thread::spawn(move || lower_priority().map(|()| read_niceness()));
         assert_eq!(lowered_thread.join().unwrap(), Ok((initial_niceness + NICENESS_INCREMENT).min(19)));
-        assert_eq!(niceness(), initial_niceness);
+        assert_eq!(read_niceness(), initial_niceness);
     }
 }

@@ -7,12 +7,12 @@ use sd_notify::NotifyState;
 
 /// Reports to the service manager that the daemon is ready.
 pub fn notify_ready() {
-    notify(NotifyState::Ready);
+    notify_service_manager(NotifyState::Ready);
 }
 
 /// Reports to the service manager that the daemon is about to end.
 pub fn notify_stopping() {
-    notify(NotifyState::Stopping);
+    notify_service_manager(NotifyState::Stopping);
 }
 
 /// Runs `work` with the watchdog's time limit raised to `limit`. On a slow machine, the kernel's BPF verifier may take
@@ -21,8 +21,9 @@ pub fn run_with_watchdog_limit<T>(limit: Duration, work: impl FnOnce() -> T) -> 
     let Some(configured_limit) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else {
         return work();
     };
-    let set_watchdog =
-        |limit: Duration| notify(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
+    let set_watchdog = |limit: Duration| {
+        notify_service_manager(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)))
+    };
     set_watchdog(limit);
     let work_result = work();
     set_watchdog(configured_limit);
@@ -35,7 +36,7 @@ pub fn watchdog_notification_interval() -> Option<Duration> {
 }
 
 pub fn notify_watchdog() {
-    notify(NotifyState::Watchdog);
+    notify_service_manager(NotifyState::Watchdog);
 }
 
 /// Sender of watchdog notifications for a loop without an asynchronous runtime.
@@ -62,7 +63,7 @@ impl WatchdogNotifier {
     }
 }
 
-fn notify(state: NotifyState<'_>) {
+fn notify_service_manager(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(std::slice::from_ref(&state)) {
         tracing::warn!(
             event = "service-manager-unreachable",

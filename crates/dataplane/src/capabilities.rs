@@ -24,12 +24,12 @@ pub fn check_capabilities(command_name: &str) -> anyhow::Result<()> {
 /// process's capabilities.
 pub fn missing_capabilities() -> anyhow::Result<Vec<&'static str>> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
-    missing_capabilities_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")
+    parse_missing_capabilities(&status).context("/proc/self/status names no effective capabilities (CapEff)")
 }
 
 /// Returns the [`REQUIRED_CAPABILITIES`] missing in `status`, the text of /proc/PID/status. Returns `None` if the text
 /// lists no capabilities.
-fn missing_capabilities_in(status: &str) -> Option<Vec<&'static str>> {
+fn parse_missing_capabilities(status: &str) -> Option<Vec<&'static str>> {
     let effective_hex = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     let effective_mask = u64::from_str_radix(effective_hex.trim(), 16).ok()?;
     let has_capability = |number: u32| effective_mask & 1 << number != 0;
@@ -45,13 +45,16 @@ mod tests {
     #[test]
     fn capabilities_are_read_from_the_effective_set() {
         let status_with_effective_set = |mask: &str| format!("Name:\tx\nCapPrm:\tffffffffffffffff\nCapEff:\t{mask}\n");
-        assert_eq!(missing_capabilities_in(&status_with_effective_set("000001ffffffffff")), Some(vec![]));
+        assert_eq!(parse_missing_capabilities(&status_with_effective_set("000001ffffffffff")), Some(vec![]));
         assert_eq!(
-            missing_capabilities_in(&status_with_effective_set("0000000000000000")),
+            parse_missing_capabilities(&status_with_effective_set("0000000000000000")),
             Some(vec!["CAP_NET_ADMIN", "CAP_NET_RAW", "CAP_PERFMON", "CAP_BPF"])
         );
         // The mask contains CAP_SYS_ADMIN and CAP_NET_ADMIN.
-        assert_eq!(missing_capabilities_in(&status_with_effective_set("0000000000201000")), Some(vec!["CAP_NET_RAW"]));
-        assert_eq!(missing_capabilities_in("Name:\tx\n"), None);
+        assert_eq!(
+            parse_missing_capabilities(&status_with_effective_set("0000000000201000")),
+            Some(vec!["CAP_NET_RAW"])
+        );
+        assert_eq!(parse_missing_capabilities("Name:\tx\n"), None);
     }
 }

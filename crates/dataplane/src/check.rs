@@ -10,7 +10,7 @@ use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::skel::{OpenSkel as _, Skel as _, SkelBuilder as _};
 use libbpf_rs::{Object, ObjectBuilder, Program};
 
-use crate::dispatch::{self, Policy, RequestIdPosition, RequestType};
+use crate::dispatch::{self, DispatchPolicy, RequestIdPosition, RequestType};
 use crate::skeleton;
 use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
@@ -43,7 +43,7 @@ pub fn measure_verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
 
 /// Returns the number of instructions that the verifier has processed for a loaded program. Fails when the kernel does
 /// not list the program.
-fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
+fn verified_instruction_count(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
     let id = Program::id_from_fd(program).context("the program's id")?;
     ProgInfoIter::default()
         .find(|info| info.id == id)
@@ -57,7 +57,8 @@ fn verify_all_variants(name: &str, object: &[u8]) -> anyhow::Result<Vec<Verifier
         // mode is loaded alone, and all of them together.
         "lb" => {
             let (rule_names, mode_names) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
-            let rule_variants = rule_names.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS_BIT));
+            let rule_variants =
+                rule_names.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS_MODE_BIT));
             let consistency_variants =
                 mode_names.iter().enumerate().map(|(mode, name)| (*name, TABLE_RULE_BIT, 1 << mode));
             let full_variant = ("all", (1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
@@ -67,17 +68,17 @@ fn verify_all_variants(name: &str, object: &[u8]) -> anyhow::Result<Vec<Verifier
             )
         }
         "dispatch" => {
-            let policy_variants = Policy::all().flat_map(|policy| [(policy, false), (policy, true)]);
+            let policy_variants = DispatchPolicy::all().flat_map(|policy| [(policy, false), (policy, true)]);
             concatenate_costs(policy_variants.map(|(policy, observes_service_times)| {
                 verify_dispatch_variant(policy, observes_service_times)
                     .with_context(|| format!("with the policy {}", policy.name()))
             }))
         }
-        _ => costs_by_program(name, &ObjectBuilder::default().open_memory(object)?.load()?),
+        _ => verifier_costs_by_program(name, &ObjectBuilder::default().open_memory(object)?.load()?),
     }
 }
 
-const STATELESS_BIT: u32 = 1 << intf::CONSISTENCY_STATELESS;
+const STATELESS_MODE_BIT: u32 = 1 << intf::CONSISTENCY_STATELESS;
 const TABLE_RULE_BIT: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 
 fn concatenate_costs(
@@ -86,20 +87,20 @@ fn concatenate_costs(
     Ok(variants.collect::<anyhow::Result<Vec<_>>>()?.concat())
 }
 
-fn costs_by_program(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCost>> {
-    let program_cost = |program: Program<'_>| {
+fn verifier_costs_by_program(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCost>> {
+    let read_verifier_cost = |program: Program<'_>| {
         let variant_and_program_name = format!("{variant}, {}", program.name().to_string_lossy());
         Ok(VerifierCost {
             variant_and_program: variant_and_program_name,
-            verified_instructions: verified_instructions(program.as_fd())?,
+            verified_instructions: verified_instruction_count(program.as_fd())?,
         })
     };
-    object.progs().map(program_cost).collect()
+    object.progs().map(read_verifier_cost).collect()
 }
 
-fn verify_dispatch_variant(policy: Policy, observes_service_times: bool) -> anyhow::Result<Vec<VerifierCost>> {
-    let unmatched_type = RequestType { value: [1; 8], mask: [0; 8], priority_class: 1 };
-    let options = dispatch::Options {
+fn verify_dispatch_variant(policy: DispatchPolicy, observes_service_times: bool) -> anyhow::Result<Vec<VerifierCost>> {
+    let unmatched_type = RequestType { payload_value: [1; 8], payload_mask: [0; 8], priority_class: 1 };
+    let options = dispatch::DispatchOptions {
         service_address: (Ipv4Addr::UNSPECIFIED, 53).into(),
         policy,
         request_id_position: observes_service_times.then_some(RequestIdPosition {
@@ -118,9 +119,9 @@ fn verify_dispatch_variant(policy: Policy, observes_service_times: bool) -> anyh
     };
     let mut object_storage = MaybeUninit::uninit();
     let mut open_skeleton = DispatchSkelBuilder::default().open(&mut object_storage)?;
-    dispatch::set_constants(&mut open_skeleton, &options)?;
+    dispatch::set_program_constants(&mut open_skeleton, &options)?;
     let variant = format!("dispatch {}{}", policy.name(), if observes_service_times { ", learning" } else { "" });
-    costs_by_program(&variant, open_skeleton.load()?.object())
+    verifier_costs_by_program(&variant, open_skeleton.load()?.object())
 }
 
 fn verify_lb_variant(variant: &str, rule_bits: u32, mode_bits: u32) -> anyhow::Result<Vec<VerifierCost>> {
@@ -141,5 +142,5 @@ fn verify_lb_variant(variant: &str, rule_bits: u32, mode_bits: u32) -> anyhow::R
     rodata.vlans_or_capture_in_use = has_all_features;
     let describe_variant =
         || format!("with the placement rules {rule_bits:#b} and the modes of consistency {mode_bits:#b}");
-    costs_by_program(&format!("lb {variant}"), open_skeleton.load().with_context(describe_variant)?.object())
+    verifier_costs_by_program(&format!("lb {variant}"), open_skeleton.load().with_context(describe_variant)?.object())
 }

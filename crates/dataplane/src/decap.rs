@@ -31,13 +31,13 @@ use crate::skeleton::decap::DecapSkelBuilder;
 /// Number of the decapsulation program's counters.
 pub const COUNTER_COUNT: usize = intf::DECAP_COUNTER_COUNT as usize;
 
-const MAP_NAMES: [&str; 3] = ["sources", "vips", "counters"];
+const DECAP_MAP_NAMES: [&str; 3] = ["sources", "vips", "counters"];
 /// Length of an IP address in a map key, in bytes. IPv4 addresses are encoded as in `struct service_key`.
 const ADDRESS_KEY_BYTES: usize = 16;
 
 /// XDP program that decapsulates packets, with its maps. The program stays attached after the value is dropped.
 #[derive(Debug)]
-pub struct Decapsulation {
+pub struct DecapProgram {
     program: OwnedFd,
     source_addresses: MapHandle,
     vip_addresses: MapHandle,
@@ -48,7 +48,7 @@ fn decap_pin_directory(pin_directory: &Path) -> PathBuf {
     pin_directory.join("decap")
 }
 
-impl Decapsulation {
+impl DecapProgram {
     /// Attaches the program to a device, in the driver if possible. It replaces the program of an earlier process and
     /// keeps that program's maps. Fails when the device has a foreign XDP program, or the kernel rejects the program.
     pub fn attach(interface_index: u32, pin_directory: &Path) -> anyhow::Result<Self> {
@@ -63,7 +63,7 @@ impl Decapsulation {
         std::fs::create_dir_all(&decap_directory).with_context(|| decap_directory.display().to_string())?;
         remove_ipv4_only_pins(&decap_directory)?;
         let decapsulation = Self::load(Some(&decap_directory))?;
-        let program = decapsulation.program();
+        let program = decapsulation.program_fd();
         match pinned_link {
             Some(link) => link.replace_program(program).context("replacing the decapsulation program")?,
             None => attach_new_link(program, interface_index)?.pin(&decap_directory.join("link"))?,
@@ -85,7 +85,7 @@ impl Decapsulation {
             &mut open_skeleton.maps.decap_vips,
             &mut open_skeleton.maps.decap_counters,
         ];
-        for (map, name) in maps.into_iter().zip(MAP_NAMES) {
+        for (map, name) in maps.into_iter().zip(DECAP_MAP_NAMES) {
             if let Some(decap_directory) = decap_directory {
                 map.set_pin_path(decap_directory.join(name)).with_context(|| format!("the pin {name}"))?;
             }
@@ -100,7 +100,7 @@ impl Decapsulation {
     }
 
     /// Returns the file descriptor of the program, for `BPF_PROG_TEST_RUN`.
-    pub fn program(&self) -> BorrowedFd<'_> {
+    pub fn program_fd(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }
 
@@ -112,12 +112,12 @@ impl Decapsulation {
             "{} sources of encapsulated packets: expected at most {max_sources}",
             load_balancer_addresses.len()
         );
-        set_addresses(&self.source_addresses, load_balancer_addresses)
+        set_map_addresses(&self.source_addresses, load_balancer_addresses)
     }
 
     /// Sets the VIPs that encapsulated packets may have as inner destination address.
     pub fn set_vips(&self, vips: &[IpAddr]) -> anyhow::Result<()> {
-        set_addresses(&self.vip_addresses, vips)
+        set_map_addresses(&self.vip_addresses, vips)
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`]. They count from the creation of the maps.
@@ -134,9 +134,10 @@ fn attach_new_link(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Res
 }
 
 /// Makes an address map contain exactly the `desired_addresses`.
-fn set_addresses(map: &MapHandle, desired_addresses: &[IpAddr]) -> anyhow::Result<()> {
-    let address_key = |address: &IpAddr| -> [u8; ADDRESS_KEY_BYTES] { zerocopy::transmute!(address_words(*address)) };
-    let desired_keys: BTreeSet<[u8; ADDRESS_KEY_BYTES]> = desired_addresses.iter().map(address_key).collect();
+fn set_map_addresses(map: &MapHandle, desired_addresses: &[IpAddr]) -> anyhow::Result<()> {
+    let encode_address_key =
+        |address: &IpAddr| -> [u8; ADDRESS_KEY_BYTES] { zerocopy::transmute!(address_words(*address)) };
+    let desired_keys: BTreeSet<[u8; ADDRESS_KEY_BYTES]> = desired_addresses.iter().map(encode_address_key).collect();
     let present_keys: Vec<Vec<u8>> = map.keys().collect();
     for present_key in
         present_keys.iter().filter(|key| !desired_keys.iter().any(|desired_key| desired_key[..] == key[..]))
@@ -152,9 +153,9 @@ fn set_addresses(map: &MapHandle, desired_addresses: &[IpAddr]) -> anyhow::Resul
 /// Removes the pinned maps of older versions, which could hold only IPv4 addresses. The attached program keeps using
 /// these maps until it is replaced.
 fn remove_ipv4_only_pins(decap_directory: &Path) -> anyhow::Result<()> {
-    match MapHandle::from_pinned_path(decap_directory.join(MAP_NAMES[0])) {
+    match MapHandle::from_pinned_path(decap_directory.join(DECAP_MAP_NAMES[0])) {
         Ok(sources_map) if sources_map.key_size() as usize != ADDRESS_KEY_BYTES => {
-            MAP_NAMES.iter().try_for_each(|name| link::unpin(&decap_directory.join(name)))
+            DECAP_MAP_NAMES.iter().try_for_each(|name| link::unpin_object(&decap_directory.join(name)))
         }
         _ => Ok(()),
     }
@@ -163,8 +164,8 @@ fn remove_ipv4_only_pins(decap_directory: &Path) -> anyhow::Result<()> {
 /// Detaches the decapsulation program and removes its pins, if there are any.
 pub fn detach_and_unpin(pin_directory: &Path) -> anyhow::Result<()> {
     let decap_directory = decap_pin_directory(pin_directory);
-    for name in ["link"].into_iter().chain(MAP_NAMES) {
-        link::unpin(&decap_directory.join(name))?;
+    for name in ["link"].into_iter().chain(DECAP_MAP_NAMES) {
+        link::unpin_object(&decap_directory.join(name))?;
     }
     match std::fs::remove_dir(&decap_directory) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

@@ -6,11 +6,11 @@ use std::os::fd::AsRawFd as _;
 use libbpf_rs::libbpf_sys;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
-use crate::ethtool::named_ifreq;
+use crate::ethtool::ifreq_for_interface;
 
 /// XDP programs attached to a network device, and the driver's support for XDP.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct XdpState {
+pub struct DeviceXdpState {
     /// Id of the attached program that runs in the driver (native XDP).
     pub native_program_id: Option<u32>,
     /// Id of the attached program that runs after the driver (generic XDP).
@@ -23,7 +23,7 @@ pub struct XdpState {
 const NETDEV_XDP_ACT_BASIC: u64 = 1;
 
 /// Returns the XDP state of a device. Fails when no device has this index.
-pub fn query_xdp_state(interface_index: u32) -> io::Result<XdpState> {
+pub fn query_xdp_state(interface_index: u32) -> io::Result<DeviceXdpState> {
     let mut query_options = libbpf_sys::bpf_xdp_query_opts {
         sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
         ..Default::default()
@@ -33,19 +33,19 @@ pub fn query_xdp_state(interface_index: u32) -> io::Result<XdpState> {
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
     }
-    let id = |id: u32| (id != 0).then_some(id);
+    let nonzero_id = |id: u32| (id != 0).then_some(id);
     // Flags of 0 mean either a driver without XDP, or a kernel without this query, for which libbpf leaves 0.
-    let reports_features = query_options.feature_flags != 0 || reports_xdp_features();
-    Ok(XdpState {
-        native_program_id: id(query_options.drv_prog_id),
-        generic_program_id: id(query_options.skb_prog_id),
+    let reports_features = query_options.feature_flags != 0 || kernel_reports_xdp_features();
+    Ok(DeviceXdpState {
+        native_program_id: nonzero_id(query_options.drv_prog_id),
+        generic_program_id: nonzero_id(query_options.skb_prog_id),
         supports_native: reports_features.then_some(query_options.feature_flags & NETDEV_XDP_ACT_BASIC != 0),
     })
 }
 
 /// Returns whether the kernel reports which drivers support XDP (since version 6.3, in the netlink family `netdev`).
 /// The kernel's version decides, because no device can be probed: loopback has no XDP driver, and veth may be absent.
-fn reports_xdp_features() -> bool {
+fn kernel_reports_xdp_features() -> bool {
     nix::sys::utsname::uname().is_ok_and(|utsname| {
         let kernel_release = utsname.release().to_string_lossy();
         let mut version_numbers = kernel_release.split(['.', '-']).map_while(|component| component.parse::<u32>().ok());
@@ -56,7 +56,7 @@ fn reports_xdp_features() -> bool {
 /// Returns the MTU of a network interface in bytes. Fails when the interface does not exist.
 pub fn interface_mtu_bytes(interface: &str) -> io::Result<u32> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
-    let mut mtu_request = named_ifreq(interface)?;
+    let mut mtu_request = ifreq_for_interface(interface)?;
     // SAFETY: SIOCGIFMTU writes into the struct alone, which lives through the call.
     if unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut mtu_request) } < 0 {
         return Err(io::Error::last_os_error());

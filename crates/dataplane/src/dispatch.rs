@@ -18,30 +18,30 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::dispatch::{ClassBounds, RoundedServiceTime};
+use coreward_model::dispatch::{OutstandingBoundsByClass, RoundedServiceTime};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle, OpenObject};
 
 pub use options::{
-    MAX_REQUEST_TYPES, MAX_RESPONSE_TIMEOUT, Options, POLL_INTERVAL, Policy, RequestIdPosition, RequestType, Timeouts,
-    UnknownPolicyName,
+    DispatchOptions, DispatchPolicy, MAX_REQUEST_TYPES, MAX_RESPONSE_TIMEOUT, QUEUE_POLL_INTERVAL, RequestIdPosition,
+    RequestTimeouts, RequestType, UnknownPolicyName,
 };
-pub use request_ledger::{RequestLedger, WorkerCounts};
+pub use request_ledger::{RequestLedger, WorkerRequestCounts};
 
-use crate::reuseport::{self, SocketArray, SocketCookie};
+use crate::reuseport::{self, ReuseportSocketArray, SocketCookie};
 use crate::skeleton::dispatch::{DispatchSkelBuilder, OpenDispatchSkel};
 
 /// Names of the counters that [`RequestLedger::counters`] returns.
 pub use coreward_intf::DISPATCH_COUNTER_NAMES as COUNTER_NAMES;
 
 /// Maximum number of workers of one service.
-pub const MAX_WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
+pub const MAX_WORKERS_PER_SERVICE: usize = intf::MAX_DISPATCH_WORKERS as usize;
 /// Maximum number of priority classes of one service.
-pub const MAX_CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
+pub const MAX_PRIORITY_CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
 
 const WORKER_SOCKETS_PIN: &str = "workers";
 const SLOTS_BY_SOCKET_PIN: &str = "sockets";
-const STATE_PIN: &str = "state";
+const DISPATCH_STATE_PIN: &str = "state";
 const REQUESTS_PIN: &str = "requests";
 const RESPONSES_LINK_PIN: &str = "responses_link";
 const DROPS_LINK_PIN: &str = "drops_link";
@@ -51,13 +51,13 @@ const DROPS_LINK_PIN: &str = "drops_link";
 pub struct DispatchPrograms {
     select_program: OwnedFd,
     response_program: OwnedFd,
-    worker_sockets: SocketArray,
+    worker_sockets: ReuseportSocketArray,
     slots_by_socket: MapHandle,
     ledger: RequestLedger,
     queue_iterator_link: Link,
     _response_link: Link,
     _drop_link: Link,
-    policy: Policy,
+    policy: DispatchPolicy,
     is_state_taken_over: bool,
 }
 
@@ -67,7 +67,7 @@ impl DispatchPrograms {
     /// a cgroup2 file system that contains all workers. The calling thread must be in the service's network namespace.
     /// Fails when `pin_directory` is not on a bpffs, the pins are of another version, or the kernel rejects a program.
     /// Panics when `options` has more than [`MAX_REQUEST_TYPES`] types.
-    pub fn load(pin_directory: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
+    pub fn load(pin_directory: &Path, cgroup: &Path, options: &DispatchOptions) -> anyhow::Result<Self> {
         assert!(options.request_types.len() <= MAX_REQUEST_TYPES, "{} types", options.request_types.len());
         fs::create_dir_all(pin_directory).with_context(|| pin_directory.display().to_string())?;
         let is_state_taken_over = pin_directory.join(WORKER_SOCKETS_PIN).exists();
@@ -91,7 +91,10 @@ impl DispatchPrograms {
         Ok(Self {
             select_program: loaded_skeleton.progs.dispatch.as_fd().try_clone_to_owned()?,
             response_program: loaded_skeleton.progs.responses.as_fd().try_clone_to_owned()?,
-            worker_sockets: SocketArray::new((&loaded_skeleton.maps.workers).try_into()?, intf::MAX_DISPATCH_WORKERS),
+            worker_sockets: ReuseportSocketArray::new(
+                (&loaded_skeleton.maps.workers).try_into()?,
+                intf::MAX_DISPATCH_WORKERS,
+            ),
             slots_by_socket: (&loaded_skeleton.maps.sockets).try_into()?,
             ledger,
             queue_iterator_link: loaded_skeleton
@@ -117,7 +120,7 @@ impl DispatchPrograms {
     }
 
     /// Returns the file descriptor of the program that observes the workers' responses.
-    pub fn response_program(&self) -> BorrowedFd<'_> {
+    pub fn response_program_fd(&self) -> BorrowedFd<'_> {
         self.response_program.as_fd()
     }
 
@@ -134,7 +137,7 @@ impl DispatchPrograms {
 
     /// Returns the cookie of each worker's socket, by slot. The kernel removes a closed socket from its slot.
     pub fn socket_cookies_by_slot(&self) -> BTreeMap<u32, SocketCookie> {
-        self.worker_sockets.cookies_by_slot()
+        self.worker_sockets.socket_cookies_by_slot()
     }
 
     /// Adds the process that reads `socket` as a worker, which then gets requests. Returns the worker's slot. `pid` is
@@ -157,32 +160,33 @@ impl DispatchPrograms {
 
     /// Sets the maximum number of outstanding requests of each worker, by priority class. The policy `jsq` uses only
     /// the first class. `limits_for_worker_count` takes the number of workers, and returns their limits in the order of
-    /// slots. Panics when it returns more than [`MAX_WORKERS`] limits.
-    pub fn set_request_limits(&self, limits_for_worker_count: impl Fn(u16) -> ClassBounds) {
+    /// slots. Panics when it returns more than [`MAX_WORKERS_PER_SERVICE`] limits.
+    pub fn set_request_limits(&self, limits_for_worker_count: impl Fn(u16) -> OutstandingBoundsByClass) {
         let used_slots: Vec<u32> = self.socket_cookies_by_slot().into_keys().collect();
         let class_bounds = limits_for_worker_count(used_slots.len().max(1) as u16);
         let limits_by_class: Vec<Vec<u32>> =
-            (0..MAX_CLASSES as u8).map(|class| class_bounds.bounds_for_class(class).to_vec()).collect();
+            (0..MAX_PRIORITY_CLASSES as u8).map(|class| class_bounds.bounds_for_class(class).to_vec()).collect();
         // The policy jsq reads only the limit of slot 0, even if that slot has no worker.
-        let slot_0_limit = (self.policy == Policy::ShortestQueue).then(|| limits_by_class[0][0]);
+        let slot_0_limit = (self.policy == DispatchPolicy::ShortestQueue).then(|| limits_by_class[0][0]);
         self.ledger.set_request_limits(&used_slots, &limits_by_class, slot_0_limit);
     }
 
-    /// Sets the expected service time of each request type, in the order of [`Options::types`]. The additional last
-    /// time is for requests that match no type. Panics when there are more times than possible types.
+    /// Sets the expected service time of each request type, in the order of [`DispatchOptions::request_types`]. The
+    /// additional last time is for requests that match no type. Panics when there are more times than possible types.
     pub fn set_expected_service_times(&self, service_times: &[Duration]) {
         for (type_number, service_time) in service_times.iter().enumerate() {
             self.ledger.set_expected_service_time(type_number, RoundedServiceTime::new(*service_time));
         }
     }
 
-    /// Maintains the service, for which it must be called once per [`POLL_INTERVAL`]. Reads the lengths of the sockets'
-    /// queues, abandons requests without a response, and disables workers that do not read. Returns whether a worker
-    /// has died since the last call. `now` may come from any monotonic clock. Fails when the queues cannot be read.
-    pub fn maintain_service(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
+    /// Maintains the service, for which it must be called once per [`QUEUE_POLL_INTERVAL`]. Reads the lengths of the
+    /// sockets' queues, abandons requests without a response, and disables workers that do not read. Returns whether a
+    /// worker has died since the last call. `now` may come from any monotonic clock. Fails when the queues cannot be
+    /// read.
+    pub fn maintain_service(&mut self, now: Duration, timeouts: &RequestTimeouts) -> anyhow::Result<bool> {
         self.ledger.increment_request_ages();
         self.update_queue_counts()?;
-        Ok(self.ledger.reconcile_workers(&self.worker_sockets.cookies_by_slot(), now, timeouts))
+        Ok(self.ledger.reconcile_workers(&self.worker_sockets.socket_cookies_by_slot(), now, timeouts))
     }
 
     /// Updates the lengths of the sockets' queues, by running the program `queues` in `bpf/dispatch/dispatch.bpf.c` on
@@ -197,12 +201,12 @@ impl DispatchPrograms {
 }
 
 /// Removes all pins in `pin_directory`, and thus all programs except the one attached to the sockets' SO_REUSEPORT
-/// group ([`reuseport::detach`]). The sockets may then join another array, and responses are no longer observed. Fails
-/// when a pin or a program cannot be removed.
+/// group ([`reuseport::detach_from_group`]). The sockets may then join another array, and responses are no longer
+/// observed. Fails when a pin or a program cannot be removed.
 pub fn remove_pins_and_programs(pin_directory: &Path) -> anyhow::Result<()> {
     if let Ok(map) = MapHandle::from_pinned_path(pin_directory.join(WORKER_SOCKETS_PIN)) {
-        let worker_sockets = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
-        worker_sockets.cookies_by_slot().into_keys().for_each(|slot| worker_sockets.clear_slot(slot));
+        let worker_sockets = ReuseportSocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
+        worker_sockets.socket_cookies_by_slot().into_keys().for_each(|slot| worker_sockets.clear_slot(slot));
     }
     let response_link_path = pin_directory.join(RESPONSES_LINK_PIN);
     if response_link_path.exists() {
@@ -226,11 +230,11 @@ pub fn remove_pins_and_programs(pin_directory: &Path) -> anyhow::Result<()> {
 
 /// Opens a service's pinned ledger for reading. Fails when no ledger of this version is pinned in `pin_directory`.
 pub fn open_pinned_ledger(pin_directory: &Path) -> anyhow::Result<RequestLedger> {
-    let open_map = |name| {
+    let open_pinned_map = |name| {
         MapHandle::from_pinned_path(pin_directory.join(name))
             .with_context(|| pin_directory.join(name).display().to_string())
     };
-    let ledger = RequestLedger::new(&open_map(STATE_PIN)?, &open_map(REQUESTS_PIN)?)?;
+    let ledger = RequestLedger::new(&open_pinned_map(DISPATCH_STATE_PIN)?, &open_pinned_map(REQUESTS_PIN)?)?;
     ensure!(ledger.has_current_layout(), "{} is of another version", pin_directory.display());
     Ok(ledger)
 }
@@ -239,14 +243,14 @@ pub fn open_pinned_ledger(pin_directory: &Path) -> anyhow::Result<RequestLedger>
 /// Fails when no cgroup2 file system is mounted.
 pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
-    let cgroup2_mount = |line: &str| {
+    let parse_cgroup2_mount = |line: &str| {
         let mut mount_fields = line.split(' ');
         let (mount_point, file_system_type) = (mount_fields.nth(1)?, mount_fields.next()?);
         (file_system_type == "cgroup2").then(|| PathBuf::from(mount_point))
     };
     mounts
         .lines()
-        .find_map(cgroup2_mount)
+        .find_map(parse_cgroup2_mount)
         .context("no cgroup2 file system is mounted: expected one, as responses are seen there")
 }
 
@@ -255,19 +259,22 @@ pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
 fn open_with_pins<'obj>(
     storage: &'obj mut MaybeUninit<OpenObject>,
     pin_directory: &Path,
-    options: &Options,
+    options: &DispatchOptions,
 ) -> anyhow::Result<OpenDispatchSkel<'obj>> {
     let mut open_skeleton = DispatchSkelBuilder::default().open(storage).context("bpf/dispatch/dispatch.bpf.c")?;
-    set_constants(&mut open_skeleton, options)?;
+    set_program_constants(&mut open_skeleton, options)?;
     open_skeleton.maps.workers.set_pin_path(pin_directory.join(WORKER_SOCKETS_PIN))?;
     open_skeleton.maps.sockets.set_pin_path(pin_directory.join(SLOTS_BY_SOCKET_PIN))?;
-    open_skeleton.maps.bss_state.set_pin_path(pin_directory.join(STATE_PIN))?;
+    open_skeleton.maps.bss_state.set_pin_path(pin_directory.join(DISPATCH_STATE_PIN))?;
     open_skeleton.maps.bss_requests.set_pin_path(pin_directory.join(REQUESTS_PIN))?;
     Ok(open_skeleton)
 }
 
 /// Sets the read-only constants of a service's programs, which is possible only before the programs are loaded.
-pub(crate) fn set_constants(open_skeleton: &mut OpenDispatchSkel<'_>, options: &Options) -> anyhow::Result<()> {
+pub(crate) fn set_program_constants(
+    open_skeleton: &mut OpenDispatchSkel<'_>,
+    options: &DispatchOptions,
+) -> anyhow::Result<()> {
     let network_namespace = fs::metadata("/proc/thread-self/ns/net").context("this network namespace")?;
     let constants = open_skeleton.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
     constants.policy = options.policy.bpf_number();
@@ -284,8 +291,8 @@ pub(crate) fn set_constants(open_skeleton: &mut OpenDispatchSkel<'_>, options: &
     constants.type_offset = options.type_offset.into();
     let type_patterns = open_skeleton.maps.data_types_data.as_deref_mut().context("dispatch.bpf.o has no types")?;
     for ((type_number, type_pattern), request_type) in (0..).zip(&mut type_patterns.types).zip(&options.request_types) {
-        type_pattern.value = u64::from_ne_bytes(request_type.value);
-        type_pattern.mask = u64::from_ne_bytes(request_type.mask);
+        type_pattern.value = u64::from_ne_bytes(request_type.payload_value);
+        type_pattern.mask = u64::from_ne_bytes(request_type.payload_mask);
         type_pattern.class = request_type.priority_class.into();
         type_pattern.number = type_number;
     }

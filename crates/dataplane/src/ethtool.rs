@@ -30,7 +30,7 @@ pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 /// `request` must have the length that its header specifies, because the kernel writes that many bytes.
 pub unsafe fn ethtool_ioctl(interface: &str, request: &mut [u32]) -> io::Result<()> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
-    let mut ifreq = named_ifreq(interface)?;
+    let mut ifreq = ifreq_for_interface(interface)?;
     ifreq.ifr_ifru.ifru_data = request.as_mut_ptr().cast();
     // SAFETY: `request` has the length that its header gives, by this function's contract.
     let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut ifreq) };
@@ -53,7 +53,7 @@ pub fn set_offload_flags(interface: &str, flags: u32) -> io::Result<()> {
 }
 
 /// Returns an `ifreq`, the argument of interface ioctls, with the interface's name. Fails when the name is too long.
-pub(crate) fn named_ifreq(interface: &str) -> io::Result<libc::ifreq> {
+pub(crate) fn ifreq_for_interface(interface: &str) -> io::Result<libc::ifreq> {
     // SAFETY: a struct of integers and pointers, for which zero is a value.
     let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
     if interface.len() >= ifreq.ifr_name.len() {
@@ -100,16 +100,16 @@ pub fn driver_counters(interface: &str) -> Vec<(String, u64)> {
     if counter_names.is_empty() || unsafe { ethtool_ioctl(interface, &mut statistics_request) }.is_err() {
         return vec![];
     }
-    let counter_value = |value_words: &[u32]| {
+    let decode_counter_value = |value_words: &[u32]| {
         u64::from_ne_bytes(
             [value_words[0].to_ne_bytes(), value_words[1].to_ne_bytes()].concat().try_into().expect("8 bytes"),
         )
     };
-    counter_names.into_iter().zip(statistics_request[2..].chunks(2).map(counter_value)).collect()
+    counter_names.into_iter().zip(statistics_request[2..].chunks(2).map(decode_counter_value)).collect()
 }
 
 /// Returns the nonzero driver counters of frames that the driver dropped after an XDP program had sent them.
-pub fn xdp_transmit_errors(interface: &str) -> Vec<(String, u64)> {
+pub fn xdp_transmit_error_counters(interface: &str) -> Vec<(String, u64)> {
     filter_xdp_transmit_errors(driver_counters(interface))
 }
 
@@ -132,7 +132,7 @@ pub fn receive_queue_count(interface: &str) -> io::Result<u16> {
 
 /// Numbers of a device's receive and transmit queues (`ethtool -l`). Combined queues count in both numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QueueCounts {
+pub struct DeviceQueueCounts {
     /// Number of receive queues, at least 1.
     pub receive_queues: u16,
     /// Maximum number of receive queues that the device supports.
@@ -142,7 +142,7 @@ pub struct QueueCounts {
 }
 
 /// Returns the numbers of a device's receive and transmit queues. Fails when the driver does not report them.
-pub fn queue_counts(interface: &str) -> io::Result<QueueCounts> {
+pub fn queue_counts(interface: &str) -> io::Result<DeviceQueueCounts> {
     // struct ethtool_channels consists of cmd, max_{rx,tx,other,combined} and {rx,tx,other,combined}_count.
     let mut channels_request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
     // SAFETY: the struct has nine words.
@@ -150,7 +150,7 @@ pub fn queue_counts(interface: &str) -> io::Result<QueueCounts> {
     let add_combined_queues = |dedicated_count: u32, combined_count: u32| {
         u16::try_from(dedicated_count.saturating_add(combined_count)).unwrap_or(u16::MAX).max(1)
     };
-    Ok(QueueCounts {
+    Ok(DeviceQueueCounts {
         receive_queues: add_combined_queues(channels_request[5], channels_request[8]),
         max_receive_queues: add_combined_queues(channels_request[1], channels_request[4]),
         transmit_queues: add_combined_queues(channels_request[6], channels_request[8]),

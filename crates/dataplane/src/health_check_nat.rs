@@ -14,10 +14,10 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::IntoBytes as _;
 
 use crate::skeleton::health::HealthSkelBuilder;
-use crate::tc::{self, Direction, TemporaryAttachment};
+use crate::tc::{self, PacketDirection, TemporaryTcAttachment};
 
 /// Maximum number of concurrent health check connections. Each connection needs two entries of the NAT table.
-pub const MAX_CONNECTIONS: usize = intf::MAX_NAT_ENTRIES as usize / 2;
+pub const MAX_NAT_CONNECTIONS: usize = intf::MAX_NAT_ENTRIES as usize / 2;
 
 /// TCP connection of a health check, whose addresses the BPF programs rewrite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -35,20 +35,20 @@ pub struct NatConnection {
 impl NatConnection {
     /// Returns the NAT table's key and value for each direction of the connection, in network byte order.
     fn map_entries(&self) -> [(intf::nat_entry, intf::nat_address); 2] {
-        let entry_key = |address: IpAddr| intf::nat_entry {
-            address: nat_address(address),
+        let nat_entry_key = |address: IpAddr| intf::nat_entry {
+            address: to_nat_address(address),
             port: self.server_port.to_be(),
             own_port: self.source_port.to_be(),
         };
         [
-            (entry_key(self.server_address), nat_address(self.vip)),
-            (entry_key(self.vip), nat_address(self.server_address)),
+            (nat_entry_key(self.server_address), to_nat_address(self.vip)),
+            (nat_entry_key(self.vip), to_nat_address(self.server_address)),
         ]
     }
 }
 
 /// Converts an IP address to the BPF programs' layout.
-fn nat_address(address: IpAddr) -> intf::nat_address {
+fn to_nat_address(address: IpAddr) -> intf::nat_address {
     intf::nat_address { word: address_words(address) }
 }
 
@@ -57,7 +57,7 @@ fn nat_address(address: IpAddr) -> intf::nat_address {
 #[derive(Debug)]
 pub struct NatPrograms {
     nat_table: Arc<NatTable>,
-    _attachments: [TemporaryAttachment; 2],
+    _attachments: [TemporaryTcAttachment; 2],
 }
 
 /// Table of the connections whose addresses the BPF programs rewrite.
@@ -75,8 +75,16 @@ impl NatPrograms {
             HealthSkelBuilder::default().open(&mut object_storage).context("bpf/health/health.bpf.c")?;
         let loaded_skeleton = open_skeleton.load().context("the kernel rejected bpf/health/health.bpf.c")?;
         let attachments = [
-            tc::attach_until_drop(loaded_skeleton.progs.health_ingress.as_fd(), interface_index, Direction::Ingress)?,
-            tc::attach_until_drop(loaded_skeleton.progs.health_egress.as_fd(), interface_index, Direction::Egress)?,
+            tc::attach_until_drop(
+                loaded_skeleton.progs.health_ingress.as_fd(),
+                interface_index,
+                PacketDirection::Ingress,
+            )?,
+            tc::attach_until_drop(
+                loaded_skeleton.progs.health_egress.as_fd(),
+                interface_index,
+                PacketDirection::Egress,
+            )?,
         ];
         Ok(Self {
             nat_table: Arc::new(NatTable(MapHandle::try_from(&loaded_skeleton.maps.checked_paths)?)),
@@ -92,7 +100,7 @@ impl NatPrograms {
 
 impl NatTable {
     /// Adds a connection, whose packets then reach the server with the VIP as destination address. Fails above
-    /// [`MAX_CONNECTIONS`] connections.
+    /// [`MAX_NAT_CONNECTIONS`] connections.
     pub fn add_connection(&self, connection: &NatConnection) -> anyhow::Result<()> {
         for (key, translated_address) in connection.map_entries() {
             self.0

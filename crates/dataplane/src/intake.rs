@@ -13,16 +13,16 @@ use coreward_intf as intf;
 
 use crate::ethtool;
 use crate::lb::AttachedXdpMode;
-use crate::lb::device::mac_of;
+use crate::lb::device::interface_mac;
 use program::IntakeProgram;
-use queue::{CopyMode, XdpQueue};
+use queue::{FrameCopyMode, XdpQueue};
 
 /// Total length of an Ethernet header, an IPv4 header without options and a UDP header, in bytes.
-const HEADERS_BYTES: usize = 14 + 20 + 8;
+const FRAME_HEADERS_BYTES: usize = 14 + 20 + 8;
 
 /// UDP datagram with a request, parsed from a received frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Datagram<'f> {
+pub struct RequestDatagram<'f> {
     /// Address and port of the client.
     pub source: SocketAddrV4,
     /// Address and port of the service.
@@ -31,19 +31,19 @@ pub struct Datagram<'f> {
     pub payload: &'f [u8],
 }
 
-impl<'f> Datagram<'f> {
+impl<'f> RequestDatagram<'f> {
     /// Parses a frame whose headers the XDP program has checked. Returns `None` if the frame lacks bytes that its
     /// headers announce.
     pub fn parse(frame: &'f [u8]) -> Option<Self> {
-        let (headers, payload_and_padding) = frame.split_first_chunk::<HEADERS_BYTES>()?;
+        let (headers, payload_and_padding) = frame.split_first_chunk::<FRAME_HEADERS_BYTES>()?;
         let ipv4_address_at = |offset: usize| {
             Ipv4Addr::from_bits(u32::from_be_bytes(headers[offset..offset + 4].try_into().expect("four")))
         };
-        let u16_at = |offset: usize| u16::from_be_bytes([headers[offset], headers[offset + 1]]);
-        let payload_length = usize::from(u16_at(38)).checked_sub(8)?;
+        let read_u16_at = |offset: usize| u16::from_be_bytes([headers[offset], headers[offset + 1]]);
+        let payload_length = usize::from(read_u16_at(38)).checked_sub(8)?;
         Some(Self {
-            source: SocketAddrV4::new(ipv4_address_at(26), u16_at(34)),
-            destination: SocketAddrV4::new(ipv4_address_at(30), u16_at(36)),
+            source: SocketAddrV4::new(ipv4_address_at(26), read_u16_at(34)),
+            destination: SocketAddrV4::new(ipv4_address_at(30), read_u16_at(36)),
             payload: payload_and_padding.get(..payload_length)?,
         })
     }
@@ -67,7 +67,7 @@ impl DatagramIntake {
         let interface_index = nix::net::if_::if_nametoindex(interface);
         let interface_index = interface_index.with_context(|| format!("interface {interface:?} does not exist"))?;
         let interface_mac =
-            mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
+            interface_mac(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
         // A driver that does not report its queues counts as having one.
         let (queue_count, max_queues) =
             (ethtool::receive_queue_count(interface).unwrap_or(1).into(), intf::MAX_INTAKE_QUEUES);
@@ -89,18 +89,18 @@ impl DatagramIntake {
     }
 
     /// Returns the method by which frames get into the sockets' memory: zero-copy only if all queues use it.
-    pub fn copy_mode(&self) -> CopyMode {
-        let is_zero_copy = self.queues.iter().all(|queue| queue.copy_mode() == CopyMode::ZeroCopy);
-        if is_zero_copy { CopyMode::ZeroCopy } else { CopyMode::Copy }
+    pub fn copy_mode(&self) -> FrameCopyMode {
+        let is_zero_copy = self.queues.iter().all(|queue| queue.copy_mode() == FrameCopyMode::ZeroCopy);
+        if is_zero_copy { FrameCopyMode::ZeroCopy } else { FrameCopyMode::Copy }
     }
 
     /// Receives a batch of frames from each queue, and passes their requests to `handle_request`. Returns the number of
     /// received frames. Fails when the driver cannot be woken.
-    pub fn receive_batches(&mut self, handle_request: &mut impl FnMut(Datagram<'_>)) -> io::Result<usize> {
+    pub fn receive_batches(&mut self, handle_request: &mut impl FnMut(RequestDatagram<'_>)) -> io::Result<usize> {
         let Self { queues, received_datagrams: received_count, malformed_datagrams: malformed_count, .. } = self;
         let mut frame_count = 0;
         for queue in queues {
-            frame_count += queue.receive_batch(&mut |frame| match Datagram::parse(frame) {
+            frame_count += queue.receive_batch(&mut |frame| match RequestDatagram::parse(frame) {
                 Some(datagram) => {
                     *received_count += 1;
                     handle_request(datagram);
@@ -112,7 +112,7 @@ impl DatagramIntake {
     }
 
     /// Returns the AF_XDP sockets, on which a caller can wait for requests.
-    pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    pub fn socket_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.queues.iter().map(XdpQueue::as_fd)
     }
 
@@ -146,14 +146,14 @@ mod tests {
 
     #[test]
     fn ethernet_padding_is_not_part_of_the_datagram() {
-        let mut frame = vec![0; HEADERS_BYTES];
+        let mut frame = vec![0; FRAME_HEADERS_BYTES];
         frame[26..34].copy_from_slice(&[192, 0, 2, 1, 192, 0, 2, 2]);
         frame[34..40].copy_from_slice(&[0x12, 0x34, 0x0f, 0xa0, 0, 8 + 3]);
-        assert_eq!(Datagram::parse(&frame), None, "the payload is missing");
+        assert_eq!(RequestDatagram::parse(&frame), None, "the payload is missing");
         frame.extend(b"getpadding");
         let (source, destination) = ("192.0.2.1:4660".parse().unwrap(), "192.0.2.2:4000".parse().unwrap());
-        assert_eq!(Datagram::parse(&frame), Some(Datagram { source, destination, payload: b"get" }));
+        assert_eq!(RequestDatagram::parse(&frame), Some(RequestDatagram { source, destination, payload: b"get" }));
         frame[39] = 7;
-        assert_eq!(Datagram::parse(&frame), None, "shorter than a UDP header");
+        assert_eq!(RequestDatagram::parse(&frame), None, "shorter than a UDP header");
     }
 }

@@ -48,32 +48,32 @@ use std::path::PathBuf;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::connection_table::TableSize;
+use coreward_model::connection_table::ConnectionTableSize;
 use coreward_model::cookie::{CookieKey, FleetCookieKeys};
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
 pub use counters::{COUNTER_COUNT, EVENT_KIND_COUNT, PacketCounters};
-pub(crate) use device::mac_of;
-pub use lb_stamping::{ClockState, ServerClock, ServerIdTooLarge, StampedPacketCounts};
+pub(crate) use device::interface_mac;
+pub use lb_stamping::{ServerClockMeasurements, ServerClockState, ServerIdTooLarge, StampedPacketCounts};
 pub use pinned::{PinnedServers, pinned_program_id, take_over_problem};
-pub use services::ModeError;
-pub use tables::TableError;
-pub use tunnels::{OuterSourceAddresses, Tunnel};
+pub use services::ServiceSettingsError;
+pub use tables::PlacementTableError;
+pub use tunnels::{OuterSourceAddresses, ServerTunnel};
 
 use crate::mac::MacAddress;
-use crate::rcu::{GracePeriods, GraceTicket};
-use connections::TableOccupancy;
+use crate::rcu::{GracePeriodTicket, GracePeriodWaiter};
+use connections::ConnectionTableOccupancy;
 use link::XdpLink;
-use load::LoadedProgram;
-use program::{MapSizes, Maps};
-use services::Service;
+use load::LoadedLbProgram;
+use program::{LoadBalancerMaps, MapSizes};
+use services::ForwardedService;
 use variant::ProgramVariant;
 
 /// Limit of a packet rate, which a token bucket enforces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PacketRate {
+pub struct PacketRateLimit {
     /// Sustained rate in packets per second, at least 1.
     pub packets_per_second: u32,
     /// Number of packets that may pass at once, at least 1.
@@ -84,11 +84,11 @@ pub struct PacketRate {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRateLimits {
     /// Limit of packets from one source address. Several source addresses may share a token bucket.
-    pub source_limit: PacketRate,
+    pub source_limit: PacketRateLimit,
     /// Limit of packets to one service.
-    pub service_limit: PacketRate,
+    pub service_limit: PacketRateLimit,
     /// Limit of all packets that this load balancer broadcasts for this reason.
-    pub total_limit: PacketRate,
+    pub total_limit: PacketRateLimit,
 }
 
 /// Rate limits of broadcast packets, by the reason of the broadcast (`enum limited_kind`).
@@ -96,18 +96,18 @@ pub type BroadcastLimitsByKind = [BroadcastRateLimits; intf::LIMITED_KIND_COUNT 
 
 impl BroadcastRateLimits {
     const fn new(per_source: (u32, u32), per_service: (u32, u32), total: (u32, u32)) -> Self {
-        const fn packet_rate((per_second, burst): (u32, u32)) -> PacketRate {
-            PacketRate { packets_per_second: per_second, burst_packets: burst }
+        const fn new_packet_rate_limit((per_second, burst): (u32, u32)) -> PacketRateLimit {
+            PacketRateLimit { packets_per_second: per_second, burst_packets: burst }
         }
         Self {
-            source_limit: packet_rate(per_source),
-            service_limit: packet_rate(per_service),
-            total_limit: packet_rate(total),
+            source_limit: new_packet_rate_limit(per_source),
+            service_limit: new_packet_rate_limit(per_service),
+            total_limit: new_packet_rate_limit(total),
         }
     }
 
     /// Returns rate limits that all equal `rate`.
-    pub const fn with_equal_rates(rate: PacketRate) -> Self {
+    pub const fn with_equal_rates(rate: PacketRateLimit) -> Self {
         Self { source_limit: rate, service_limit: rate, total_limit: rate }
     }
 
@@ -131,7 +131,7 @@ pub const MAX_FLOW_TABLE_ENTRIES: u32 = 1 << 24;
 
 /// Options with which a load balancer is loaded.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Options {
+pub struct LoadBalancerOptions {
     /// Directory in a BPF file system for pinned objects. With `None`, maps and programs end with the process.
     pub pin_directory: Option<PathBuf>,
     /// Rate limits of packets that are broadcast to every server.
@@ -141,20 +141,20 @@ pub struct Options {
     pub flow_table_entry_count: u32,
     /// Clock from which the program restores the TCP timestamps of servers whose replies it stamps (LB-side stamping).
     pub lb_stamping_clock: LbStampingClock,
-    /// Whether packets of stateful services update the clock if [`LoadBalancer::tick`] is late, so that connection
-    /// table entries also age without a daemon. If false (the default), only `tick` sets the clock, to the time passed
-    /// to it.
+    /// Whether packets of stateful services update the clock if [`LoadBalancer::tick_packet_clock`] is late, so that
+    /// connection table entries also age without a daemon. If false (the default), only `tick` sets the clock, to the
+    /// time passed to it.
     pub packets_read_clock: bool,
     /// Number of connection table entries for stateful services (64 bytes each). A pinned table of another size is
     /// replaced if it is empty. If it has entries in use, loading fails.
-    pub connection_table_size: TableSize,
+    pub connection_table_size: ConnectionTableSize,
     /// Hash key for a new connection table, or `None` for a random key. Tests with a fixed seed set a key.
     pub connection_hash_key: Option<CookieKey>,
     /// VLAN in which clients' packets arrive.
     pub vip_vlan: Vlan,
 }
 
-impl Default for Options {
+impl Default for LoadBalancerOptions {
     fn default() -> Self {
         Self {
             pin_directory: None,
@@ -162,7 +162,7 @@ impl Default for Options {
             flow_table_entry_count: intf::DEFAULT_FLOW_TABLE_ENTRIES,
             lb_stamping_clock: LbStampingClock::default(),
             packets_read_clock: false,
-            connection_table_size: TableSize::default(),
+            connection_table_size: ConnectionTableSize::default(),
             connection_hash_key: None,
             vip_vlan: Vlan::UNTAGGED,
         }
@@ -175,8 +175,8 @@ pub enum LbStampingClock {
     /// The kernel's clock (CLOCK_MONOTONIC).
     #[default]
     Kernel,
-    /// The time passed to the last [`LoadBalancer::tick`]. It stops without a daemon. Tests that compare the program
-    /// with the model use it.
+    /// The time passed to the last [`LoadBalancer::tick_packet_clock`]. It stops without a daemon. Tests that compare
+    /// the program with the model use it.
     DaemonTicks,
 }
 
@@ -226,23 +226,23 @@ pub struct Server {
 #[derive(Debug)]
 pub struct LoadBalancer {
     lb_directory: Option<PathBuf>,
-    maps: Maps,
+    maps: LoadBalancerMaps,
     variant: ProgramVariant,
     program: OwnedFd,
     xdp_link: Option<XdpLink>,
     attached_interface: Option<String>,
-    services: BTreeMap<ServiceAddress, Service>,
+    services: BTreeMap<ServiceAddress, ForwardedService>,
     /// Addresses of services by index, for all indexes used since the process started.
     services_by_index: Vec<Option<ServiceAddress>>,
     /// Last known source MAC address in the replies of each server with LB-side stamping.
     lb_stamped_macs: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     server_vlans: BTreeSet<Vlan>,
-    grace_periods: GracePeriods,
+    grace_periods: GracePeriodWaiter,
     /// Ticket of the grace period that must pass before the service directory's idle half may be written.
-    service_directory_grace_ticket: GraceTicket,
+    service_directory_grace_ticket: GracePeriodTicket,
     /// Index of the connection table entry at which the next sweep starts.
     sweep_start_index: u32,
-    connection_table_occupancy: TableOccupancy,
+    connection_table_occupancy: ConnectionTableOccupancy,
     is_state_taken_over: bool,
     /// Link of another version's program, whose maps have another layout. That program forwards until the upgrade.
     pending_upgrade: Option<XdpLink>,
@@ -254,17 +254,18 @@ impl LoadBalancer {
     /// [`commit_upgrade`](Self::commit_upgrade). Fails when the pin directory is not on a BPF file system, or the
     /// kernel rejects the program. Also fails when the flow table's size is out of range, or the pinned connection
     /// table cannot get the requested size.
-    pub fn load(options: Options) -> anyhow::Result<Self> {
+    pub fn load(options: LoadBalancerOptions) -> anyhow::Result<Self> {
         let map_sizes = MapSizes::new(options.flow_table_entry_count, options.connection_table_size)?;
         let lb_directory = options.pin_directory.as_deref().map(pin_directory::ensure_lb_directory).transpose()?;
-        let grace_periods = GracePeriods::start()?;
-        let LoadedProgram { maps, variant, program, services, xdp_link, pending_upgrade } =
-            LoadedProgram::load(&options, map_sizes, lb_directory.as_deref())?;
+        let grace_periods = GracePeriodWaiter::start()?;
+        let LoadedLbProgram { maps, variant, program, services, xdp_link, pending_upgrade } =
+            LoadedLbProgram::load(&options, map_sizes, lb_directory.as_deref())?;
         let is_state_taken_over = xdp_link.is_some();
-        let lb_stamped_macs = if is_state_taken_over { lb_stamping::lb_stamped_macs(&maps)? } else { BTreeMap::new() };
+        let lb_stamped_macs =
+            if is_state_taken_over { lb_stamping::read_lb_stamped_macs(&maps)? } else { BTreeMap::new() };
         Ok(Self {
-            connection_table_occupancy: TableOccupancy::count_used_entries(&maps),
-            services_by_index: addresses_by_index(&services),
+            connection_table_occupancy: ConnectionTableOccupancy::count_used_entries(&maps),
+            services_by_index: service_addresses_by_index(&services),
             // Objects may have been released just before the take-over, so the first write waits for a grace period.
             service_directory_grace_ticket: grace_periods.request_ticket(),
             grace_periods,
@@ -324,13 +325,13 @@ impl LoadBalancer {
 
     /// Returns the file descriptor of the current program, for test runs. If services change their placement rules or
     /// settings, another program may be loaded.
-    pub fn program(&self) -> BorrowedFd<'_> {
+    pub fn program_fd(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }
 
     /// Sets the keys with which cookies are made and checked.
     pub fn set_cookie_keys(&mut self, keys: &FleetCookieKeys) {
-        let key_switch_ms = self.key_switch_ms(keys);
+        let key_switch_ms = self.key_switch_time_ms(keys);
         let fleet_keys = intf::fleet_keys {
             key: keys.keys.map(|key| key.to_bpf_key()),
             current: keys.current_key_index.get() as u32,
@@ -342,7 +343,7 @@ impl LoadBalancer {
     /// Detaches the program and removes all pins, so that forwarding ends. Fails when a pin cannot be removed.
     pub fn detach(mut self) -> anyhow::Result<()> {
         if let Some(pins) = &self.lb_directory {
-            link::unpin(&pins.join("link"))?;
+            link::unpin_object(&pins.join("link"))?;
             program::unpin_maps_and_directory(pins)?;
         }
         self.xdp_link = None;
@@ -354,18 +355,18 @@ impl LoadBalancer {
         self.services_by_index[usize::from(index.0)].as_ref().expect("an index that set_services returned")
     }
 
-    fn service(&self, index: ServiceIndex) -> &Service {
+    fn service(&self, index: ServiceIndex) -> &ForwardedService {
         &self.services[self.service_address(index)]
     }
 
-    fn service_mut(&mut self, index: ServiceIndex) -> &mut Service {
+    fn service_mut(&mut self, index: ServiceIndex) -> &mut ForwardedService {
         let service_address = *self.service_address(index);
         self.services.get_mut(&service_address).expect("a place is of a service")
     }
 }
 
 /// Returns the addresses of the services at the positions of their indexes.
-fn addresses_by_index(services: &BTreeMap<ServiceAddress, Service>) -> Vec<Option<ServiceAddress>> {
+fn service_addresses_by_index(services: &BTreeMap<ServiceAddress, ForwardedService>) -> Vec<Option<ServiceAddress>> {
     let index_count = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
     let mut addresses = vec![None; index_count];
     services.iter().for_each(|(address, service)| addresses[usize::from(service.index.0)] = Some(*address));

@@ -22,7 +22,7 @@ pub struct ServiceSocket {
     /// Inode number of the socket.
     pub inode: SocketInode,
     /// Number of the process's file descriptor for the socket.
-    pub descriptor: i32,
+    pub descriptor_number: i32,
     /// Id of the process that has the socket.
     pub pid: i32,
     /// CPUs on which the process may run.
@@ -33,7 +33,7 @@ pub struct ServiceSocket {
 /// listen on the wildcard address with the same port, which the kernel then uses. Fails when the kernel's list of
 /// sockets cannot be read.
 pub fn tcp_listener_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketInode>> {
-    Ok(sockets_reached_by(address, &sockets::counts::list_listening_sockets()?))
+    Ok(find_reached_socket_inodes(address, &sockets::counts::list_listening_sockets()?))
 }
 
 /// Returns the inodes of unconnected UDP sockets that are bound to `address`. If there are none, returns those bound to
@@ -41,16 +41,16 @@ pub fn tcp_listener_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<Socke
 /// cannot be read.
 pub fn udp_socket_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketInode>> {
     // Unconnected sockets have the kernel's state TCP_CLOSE.
-    const UNCONNECTED_STATE: &str = "07";
-    let mut unconnected_sockets = read_proc_sockets("udp", UNCONNECTED_STATE)?;
+    const UNCONNECTED_UDP_STATE: &str = "07";
+    let mut unconnected_sockets = read_proc_sockets("udp", UNCONNECTED_UDP_STATE)?;
     // A kernel without IPv6 has no /proc/net/udp6.
-    unconnected_sockets.extend(read_proc_sockets("udp6", UNCONNECTED_STATE).unwrap_or_default());
-    Ok(sockets_reached_by(address, &unconnected_sockets))
+    unconnected_sockets.extend(read_proc_sockets("udp6", UNCONNECTED_UDP_STATE).unwrap_or_default());
+    Ok(find_reached_socket_inodes(address, &unconnected_sockets))
 }
 
 /// Returns the inodes of those `sockets` that get packets to `address`. These are the sockets bound to this address or,
 /// if there are none, to the same port on a wildcard address.
-pub fn sockets_reached_by(address: SocketAddr, sockets: &[(SocketAddr, SocketInode)]) -> BTreeSet<SocketInode> {
+pub fn find_reached_socket_inodes(address: SocketAddr, sockets: &[(SocketAddr, SocketInode)]) -> BTreeSet<SocketInode> {
     let wildcard_ipv4 = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port());
     let wildcard_ipv6 = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
     let bound_addresses: &[SocketAddr] =
@@ -104,8 +104,13 @@ pub fn find_processes_waiting_with_epoll(inodes: &BTreeSet<SocketInode>) -> anyh
         // A process that has just ended has no descriptors to read.
         for (inode, descriptor) in read_epoll_members(&entry.path()).unwrap_or_default() {
             if inodes.contains(&inode) {
-                let cpu_affinity = cpu_affinity(pid);
-                sockets_by_inode.entry(inode).or_insert(ServiceSocket { inode, descriptor, pid, cpu_affinity });
+                let cpu_affinity = process_cpu_affinity(pid);
+                sockets_by_inode.entry(inode).or_insert(ServiceSocket {
+                    inode,
+                    descriptor_number: descriptor,
+                    pid,
+                    cpu_affinity,
+                });
             }
         }
     }
@@ -153,9 +158,9 @@ pub fn find_owning_processes(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<V
         for (inode, descriptor) in open_sockets {
             sockets_by_inode.entry(inode).or_insert_with(|| ServiceSocket {
                 inode,
-                descriptor,
+                descriptor_number: descriptor,
                 pid,
-                cpu_affinity: cpu_affinity(pid),
+                cpu_affinity: process_cpu_affinity(pid),
             });
         }
     }
@@ -163,15 +168,15 @@ pub fn find_owning_processes(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<V
 }
 
 fn open_sockets(process: &Path) -> std::io::Result<Vec<(SocketInode, i32)>> {
-    let parse_entry = |entry: fs::DirEntry| {
+    let parse_descriptor_entry = |entry: fs::DirEntry| {
         let link_target = fs::read_link(entry.path()).ok()?;
         let inode = link_target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()?;
         Some((inode, entry.file_name().to_str()?.parse().ok()?))
     };
-    Ok(fs::read_dir(process.join("fd"))?.flatten().filter_map(parse_entry).collect())
+    Ok(fs::read_dir(process.join("fd"))?.flatten().filter_map(parse_descriptor_entry).collect())
 }
 
-fn cpu_affinity(pid: i32) -> BTreeSet<usize> {
+fn process_cpu_affinity(pid: i32) -> BTreeSet<usize> {
     let cpu_set = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(pid)).unwrap_or_default();
     (0..nix::sched::CpuSet::count()).filter(|cpu| cpu_set.is_set(*cpu).unwrap_or(false)).collect()
 }
@@ -187,8 +192,8 @@ pub fn duplicate_process_socket(socket: &ServiceSocket) -> anyhow::Result<OwnedF
     let pidfd = fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_open, socket.pid, 0) })
         .with_context(|| format!("process {}", socket.pid))?;
     // SAFETY: takes no pointers.
-    fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), socket.descriptor, 0) })
-        .with_context(|| format!("descriptor {} of process {}", socket.descriptor, socket.pid))
+    fd_from_result(unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), socket.descriptor_number, 0) })
+        .with_context(|| format!("descriptor {} of process {}", socket.descriptor_number, socket.pid))
 }
 
 #[cfg(test)]
@@ -231,7 +236,7 @@ mod tests {
         let epoll_waiters = find_processes_waiting_with_epoll(&inodes).unwrap();
         assert_eq!(epoll_waiters.len(), 1, "{epoll_waiters:?}");
         assert_eq!(
-            (epoll_waiters[0].pid, epoll_waiters[0].descriptor),
+            (epoll_waiters[0].pid, epoll_waiters[0].descriptor_number),
             (std::process::id() as i32, socket.as_raw_fd())
         );
         assert!(!epoll_waiters[0].cpu_affinity.is_empty());
@@ -247,7 +252,7 @@ mod tests {
         assert_eq!(find_processes_waiting_with_epoll(&inodes).unwrap(), []);
         let owners = find_owning_processes(&inodes).unwrap();
         assert_eq!(owners.len(), 1, "{owners:?}");
-        assert_eq!((owners[0].pid, owners[0].descriptor), (std::process::id() as i32, socket.as_raw_fd()));
+        assert_eq!((owners[0].pid, owners[0].descriptor_number), (std::process::id() as i32, socket.as_raw_fd()));
     }
 
     #[test]
@@ -256,8 +261,9 @@ mod tests {
             [("10.0.0.1:53", 1), ("0.0.0.0:53", 2), ("[::]:53", 3), ("[::]:54", 4), ("10.0.0.1:54", 5)]
                 .map(|(socket, inode)| (socket.parse().unwrap(), inode))
                 .to_vec();
-        let reached_inodes =
-            |address: &str| sockets_reached_by(address.parse().unwrap(), &sockets).into_iter().collect::<Vec<_>>();
+        let reached_inodes = |address: &str| {
+            find_reached_socket_inodes(address.parse().unwrap(), &sockets).into_iter().collect::<Vec<_>>()
+        };
         assert_eq!(reached_inodes("10.0.0.1:53"), [1]);
         assert_eq!(reached_inodes("10.0.0.2:53"), [2]);
         assert_eq!(reached_inodes("[fd00::1]:53"), [3]);

@@ -45,7 +45,7 @@ impl<T: FromBytes + IntoBytes> MmapArray<[T]> {
     /// Maps the first `count` values of an array map that was created with `BPF_F_MMAPABLE`. Each value must be a `T`,
     /// whose size must be a multiple of 8, because the kernel aligns values to 8 bytes. Fails when the map is smaller
     /// or cannot be mapped.
-    pub fn new_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
+    pub fn mmap_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
         const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES)) };
         Self::mmap_bytes(map, count * size_of::<T>())
     }

@@ -5,7 +5,8 @@
 //! once a second at its known MAC address, and after a missed probe at the broadcast address. A changed MAC address is
 //! applied within about two seconds, or at once if the server announces it (gratuitous ARP).
 //!
-//! [`Neighbours`] contains the state and the schedule without I/O. [`Resolver`] is the thread with the sockets.
+//! [`ProbedNeighbours`] contains the state and the schedule without I/O. [`NeighbourResolver`] is the thread with the
+//! sockets.
 
 mod filter;
 mod ndp;
@@ -29,15 +30,15 @@ use crate::mac::MacAddress;
 use crate::vlan_device;
 
 /// Interval between probes of a neighbour whose MAC address is resolved.
-pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
+pub const RESOLVED_PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval between probes of a neighbour whose MAC address is unresolved.
 pub const UNRESOLVED_PROBE_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum number of probes in a burst, after which replies are read. With [`BURST_INTERVAL`], it limits the rate to
-/// 32,000 probes per second. This rate suffices to probe 10,000 servers within a third of a second, but does not flood
-/// switches or servers.
+/// Maximum number of probes in a burst, after which replies are read. With [`PROBE_BURST_INTERVAL`], it limits the rate
+/// to 32,000 probes per second. This rate suffices to probe 10,000 servers within a third of a second, but does not
+/// flood switches or servers.
 pub const PROBES_PER_BURST: usize = 32;
 /// Minimum time between two bursts of probes.
-pub const BURST_INTERVAL: Duration = Duration::from_millis(1);
+pub const PROBE_BURST_INTERVAL: Duration = Duration::from_millis(1);
 /// Number of consecutive unanswered probes after which a neighbour counts as unresolved.
 pub const MAX_MISSED_PROBES: u32 = 4;
 
@@ -52,7 +53,7 @@ const ARP_ETHERNET_IPV4_HEADER: [u8; 6] = [0, 1, 8, 0, 6, 4];
 
 /// Change of a neighbour's MAC address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MacChange {
+pub struct NeighbourMacChange {
     /// IP address of the neighbour.
     pub address: IpAddr,
     /// New MAC address of the neighbour, or `None` if the neighbour has become unresolved.
@@ -69,7 +70,7 @@ pub struct NeighbourProbe {
 }
 
 #[derive(Debug, Clone)]
-struct Neighbour {
+struct NeighbourState {
     mac: Option<MacAddress>,
     missed_probes: u32,
     next_probe_time: Duration,
@@ -77,19 +78,23 @@ struct Neighbour {
 
 /// State of all neighbours and the schedule of their probes. All times must be from the same monotonic clock.
 #[derive(Debug, Clone, Default)]
-pub struct Neighbours {
-    by_address: BTreeMap<IpAddr, Neighbour>,
+pub struct ProbedNeighbours {
+    by_address: BTreeMap<IpAddr, NeighbourState>,
     /// Next probe time and address of each neighbour, sorted by time.
     probe_schedule: BTreeSet<(Duration, IpAddr)>,
 }
 
-impl Neighbours {
+impl ProbedNeighbours {
     /// Sets the IP addresses to resolve. New addresses are due to be probed at `now`.
     pub fn set_addresses(&mut self, addresses: &[IpAddr], now: Duration) {
         let desired_addresses: BTreeSet<IpAddr> = addresses.iter().copied().collect();
         self.by_address.retain(|address, _| desired_addresses.contains(address));
         for address in desired_addresses {
-            self.by_address.entry(address).or_insert(Neighbour { mac: None, missed_probes: 0, next_probe_time: now });
+            self.by_address.entry(address).or_insert(NeighbourState {
+                mac: None,
+                missed_probes: 0,
+                next_probe_time: now,
+            });
         }
         self.probe_schedule =
             self.by_address.iter().map(|(address, neighbour)| (neighbour.next_probe_time, *address)).collect();
@@ -97,18 +102,18 @@ impl Neighbours {
 
     /// Records the sender of a received ARP or neighbour discovery packet (reply, request or announcement). Returns the
     /// change of the sender's MAC address, or `None` if it has not changed.
-    pub fn observe_sender(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<MacChange> {
+    pub fn observe_sender(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<NeighbourMacChange> {
         let neighbour = self.by_address.get_mut(&address)?;
         neighbour.missed_probes = 0;
         self.probe_schedule.remove(&(neighbour.next_probe_time, address));
-        neighbour.next_probe_time = now + PROBE_INTERVAL;
+        neighbour.next_probe_time = now + RESOLVED_PROBE_INTERVAL;
         self.probe_schedule.insert((neighbour.next_probe_time, address));
-        (neighbour.mac.replace(mac) != Some(mac)).then_some(MacChange { address, mac: Some(mac) })
+        (neighbour.mac.replace(mac) != Some(mac)).then_some(NeighbourMacChange { address, mac: Some(mac) })
     }
 
     /// Returns the probes that are due, at most [`PROBES_PER_BURST`], and the neighbours that have become unresolved.
     /// Schedules the next probe of each probed neighbour.
-    pub fn take_due_probes(&mut self, now: Duration) -> (Vec<NeighbourProbe>, Vec<MacChange>) {
+    pub fn take_due_probes(&mut self, now: Duration) -> (Vec<NeighbourProbe>, Vec<NeighbourMacChange>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_PER_BURST {
             let Some((_, address)) = self.probe_schedule.first().copied().filter(|(probe_time, _)| *probe_time <= now)
@@ -118,7 +123,7 @@ impl Neighbours {
             self.probe_schedule.pop_first();
             let Some(neighbour) = self.by_address.get_mut(&address) else { continue };
             if neighbour.missed_probes >= MAX_MISSED_PROBES && neighbour.mac.take().is_some() {
-                changes.push(MacChange { address, mac: None });
+                changes.push(NeighbourMacChange { address, mac: None });
             }
             probes.push(NeighbourProbe {
                 address,
@@ -128,7 +133,7 @@ impl Neighbours {
             // A missed probe is repeated sooner.
             let waits_full_interval = neighbour.mac.is_some() && neighbour.missed_probes == 1;
             neighbour.next_probe_time =
-                now + if waits_full_interval { PROBE_INTERVAL } else { UNRESOLVED_PROBE_INTERVAL };
+                now + if waits_full_interval { RESOLVED_PROBE_INTERVAL } else { UNRESOLVED_PROBE_INTERVAL };
             self.probe_schedule.insert((neighbour.next_probe_time, address));
         }
         (probes, changes)
@@ -175,19 +180,19 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
 
 /// Thread that resolves neighbours until the value is dropped.
 #[derive(Debug)]
-pub struct Resolver {
+pub struct NeighbourResolver {
     pending_addresses: Arc<Mutex<Option<Vec<IpAddr>>>>,
     /// Sender of a channel, whose closing ends the thread. The drop of the sender closes the channel.
     liveness_sender: Sender<()>,
 }
 
-impl Resolver {
+impl NeighbourResolver {
     /// Starts a resolver thread for the device `interface` of the caller's network namespace. The returned receiver
     /// gets the changes of MAC addresses. Fails when the interface does not exist, or packet sockets are not allowed.
-    pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<MacChange>)> {
+    pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<NeighbourMacChange>)> {
         let (changes, receiver) = mpsc::channel();
-        let send_change = move |change| changes.send(change).is_ok();
-        let resolver = Self::start_in_vlan(interface, Vlan::UNTAGGED, send_change)?;
+        let send_mac_change = move |change| changes.send(change).is_ok();
+        let resolver = Self::start_in_vlan(interface, Vlan::UNTAGGED, send_mac_change)?;
         Ok((resolver, receiver))
     }
 
@@ -197,7 +202,7 @@ impl Resolver {
     pub fn start_in_vlan(
         interface: &str,
         vlan: Vlan,
-        handle_change: impl Fn(MacChange) -> bool + Send + 'static,
+        handle_change: impl Fn(NeighbourMacChange) -> bool + Send + 'static,
     ) -> anyhow::Result<Self> {
         let probe_sockets = ArpNdpSockets::open(interface, vlan)?;
         let (liveness_sender, liveness_receiver) = mpsc::channel();
@@ -210,8 +215,8 @@ impl Resolver {
                 {
                     tracing::error!(
                         event = "resolver-ended",
-                        interface = probe_sockets.interface,
-                        vlan = probe_sockets.vlan.get(),
+                        interface = probe_sockets.interface_name,
+                        vlan = probe_sockets.vlan.id_or_zero(),
                         error = format!("{error:#}"),
                         "the thread that resolves MAC addresses has ended, so changes are missed: restart the daemon"
                     );
@@ -236,7 +241,7 @@ impl Resolver {
 struct ArpNdpSockets {
     arp_socket: OwnedFd,
     ndp_socket: OwnedFd,
-    interface: String,
+    interface_name: String,
     vlan: Vlan,
 }
 
@@ -247,25 +252,25 @@ impl ArpNdpSockets {
         let open_socket = |ethertype, filter: &[libc::sock_filter]| {
             // A VLAN device takes tagged frames away from sockets for one EtherType, but not from those for all types.
             let received_ethertype = if vlan.is_tagged() { libc::ETH_P_ALL as u16 } else { ethertype };
-            let filter = filter::restrict_to_vlan(vlan, filter);
-            packet_socket(interface_index, received_ethertype, &filter)
+            let filter = filter::restrict_filter_to_vlan(vlan, filter);
+            open_packet_socket(interface_index, received_ethertype, &filter)
                 .with_context(|| format!("a packet socket at {interface}"))
         };
         let (arp, ndp) = (
             open_socket(ETHERTYPE_ARP, &filter::ARP_FILTER)?,
             open_socket(ndp::ETHERTYPE_IPV6, &ndp::NDP_SOCKET_FILTER)?,
         );
-        Ok(Self { arp_socket: arp, ndp_socket: ndp, interface: interface.to_owned(), vlan })
+        Ok(Self { arp_socket: arp, ndp_socket: ndp, interface_name: interface.to_owned(), vlan })
     }
 
     fn run_resolver(
         &self,
         pending_addresses: &Mutex<Option<Vec<IpAddr>>>,
-        notify: impl Fn(MacChange) -> bool,
+        notify: impl Fn(NeighbourMacChange) -> bool,
         liveness_receiver: &Receiver<()>,
     ) -> anyhow::Result<()> {
         let start = Instant::now();
-        let mut neighbours = Neighbours::default();
+        let mut neighbours = ProbedNeighbours::default();
         let mut next_burst_time = Duration::ZERO;
         let mut own_addresses = OwnAddressCache::default();
         while !matches!(liveness_receiver.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
@@ -276,7 +281,7 @@ impl ArpNdpSockets {
             let mut lost_neighbours = Vec::new();
             if start.elapsed() >= next_burst_time {
                 lost_neighbours = self.send_due_probes(&mut neighbours, &mut own_addresses, start.elapsed());
-                next_burst_time = start.elapsed() + BURST_INTERVAL;
+                next_burst_time = start.elapsed() + PROBE_BURST_INTERVAL;
             }
             let senders = self.wait_for_senders(&neighbours, start)?;
             let senders = senders
@@ -294,16 +299,16 @@ impl ArpNdpSockets {
     /// Sends the probes that are due. Returns the changes of neighbours that have become unresolved.
     fn send_due_probes(
         &self,
-        neighbours: &mut Neighbours,
+        neighbours: &mut ProbedNeighbours,
         own_addresses: &mut OwnAddressCache,
         now: Duration,
-    ) -> Vec<MacChange> {
+    ) -> Vec<NeighbourMacChange> {
         let (probes, lost_changes) = neighbours.take_due_probes(now);
         // Own addresses are read once per interval, not once per burst of probes.
         if !probes.is_empty()
             && own_addresses.read_time.is_none_or(|read_time| read_time + UNRESOLVED_PROBE_INTERVAL <= now)
         {
-            let addresses = OwnAddresses::read_vlan_device(&self.interface, self.vlan);
+            let addresses = InterfaceAddresses::read_vlan_device(&self.interface_name, self.vlan);
             *own_addresses = OwnAddressCache { addresses, read_time: Some(now) };
         }
         if let Some(addresses) = &own_addresses.addresses {
@@ -313,7 +318,7 @@ impl ArpNdpSockets {
     }
 
     /// Sends the probes. A probe that cannot be sent because the link is down counts as missed.
-    fn send_probes(&self, probes: &[NeighbourProbe], own_addresses: &OwnAddresses) {
+    fn send_probes(&self, probes: &[NeighbourProbe], own_addresses: &InterfaceAddresses) {
         for NeighbourProbe { address, destination_mac: mac } in probes {
             let send_result = match *address {
                 IpAddr::V4(address) => self.send_frame(
@@ -322,13 +327,13 @@ impl ArpNdpSockets {
                 ),
                 IpAddr::V6(address) => self.send_frame(
                     &self.ndp_socket,
-                    &ndp::solicitation_frame(address, *mac, own_addresses.mac, own_addresses.ipv6),
+                    &ndp::neighbour_solicitation_frame(address, *mac, own_addresses.mac, own_addresses.ipv6),
                 ),
             };
             if let Err(error) = send_result {
                 tracing::debug!(
                     event = "probe-not-sent",
-                    interface = self.interface,
+                    interface = self.interface_name,
                     %address,
                     %error,
                     "the daemon cannot send an ARP or neighbour-discovery probe for the address"
@@ -343,13 +348,17 @@ impl ArpNdpSockets {
         if !self.vlan.is_tagged() {
             return nix::unistd::write(socket, frame);
         }
-        let vlan_tag = [ETHERTYPE_VLAN.to_be_bytes(), self.vlan.get().to_be_bytes()].concat();
+        let vlan_tag = [ETHERTYPE_VLAN.to_be_bytes(), self.vlan.id_or_zero().to_be_bytes()].concat();
         nix::unistd::write(socket, &[&frame[..MAC_ADDRESSES_BYTES], &vlan_tag, &frame[MAC_ADDRESSES_BYTES..]].concat())
     }
 
     /// Waits until a frame arrives or a probe is due, but at most 51 ms, so that new addresses are probed soon. Returns
     /// the senders of received frames.
-    fn wait_for_senders(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
+    fn wait_for_senders(
+        &self,
+        neighbours: &ProbedNeighbours,
+        start: Instant,
+    ) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let time_until_probe = neighbours
             .next_probe_time()
             .map_or(UNRESOLVED_PROBE_INTERVAL, |probe_time| probe_time.saturating_sub(start.elapsed()));
@@ -381,7 +390,9 @@ impl ArpNdpSockets {
                 Ok(length) => senders.extend(parse_frame(&frame[..length])),
                 // ENETDOWN means that the device is down. It may be set up again.
                 Err(Errno::EAGAIN | Errno::EINTR | Errno::ENETDOWN) => break,
-                Err(error) => return Err(error).with_context(|| format!("reading neighbours at {}", self.interface)),
+                Err(error) => {
+                    return Err(error).with_context(|| format!("reading neighbours at {}", self.interface_name));
+                }
             }
         }
         Ok(senders)
@@ -390,7 +401,7 @@ impl ArpNdpSockets {
 
 /// Opens a packet socket that receives frames of one EtherType that pass the filter. An empty filter passes all frames.
 /// Fails without CAP_NET_RAW.
-fn packet_socket(interface_index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
+fn open_packet_socket(interface_index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked. Protocol 0 receives
     // nothing before bind(), so no frame evades the filter.
     let raw_fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
@@ -426,7 +437,7 @@ fn packet_socket(interface_index: u32, ethertype: u16, filter: &[libc::sock_filt
 
 /// Returns an interface's first IPv4 address or, if it has none, its first IPv6 address that is not link-local.
 pub fn interface_routable_address(interface: &str) -> Option<IpAddr> {
-    let own_addresses = OwnAddresses::of(interface)?;
+    let own_addresses = InterfaceAddresses::read_from_interface(interface)?;
     [own_addresses.ipv4.into(), own_addresses.routable_ipv6.into()]
         .into_iter()
         .find(|address: &IpAddr| !address.is_unspecified())
@@ -435,14 +446,14 @@ pub fn interface_routable_address(interface: &str) -> Option<IpAddr> {
 /// Returns the source addresses for outer headers: the interface's first IPv4 address, and its first IPv6 address that
 /// is not link-local.
 pub fn outer_source_addresses(interface: &str) -> OuterSourceAddresses {
-    let own_addresses = OwnAddresses::of(interface);
+    let own_addresses = InterfaceAddresses::read_from_interface(interface);
     let (ipv4, ipv6) = own_addresses
         .map_or((Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED), |addresses| (addresses.ipv4, addresses.routable_ipv6));
     OuterSourceAddresses { ipv4, ipv6 }
 }
 
 /// Addresses of an interface, of which the first IPv4 and the first IPv6 address are the source addresses of probes.
-struct OwnAddresses {
+struct InterfaceAddresses {
     mac: MacAddress,
     /// First IPv4 address of the device, or 0.0.0.0 if it has none. With 0.0.0.0, requests are "ARP probes" (RFC 5227,
     /// Sect. 1.1).
@@ -454,17 +465,19 @@ struct OwnAddresses {
     routable_ipv6: Ipv6Addr,
 }
 
-impl OwnAddresses {
+impl InterfaceAddresses {
     /// Returns the addresses of the VLAN's device. If there is no such device, returns the interface's addresses
     /// without the IPv4 address, which belongs to another network.
     fn read_vlan_device(interface: &str, vlan: Vlan) -> Option<Self> {
         match vlan_device::vlan_device_name(interface, vlan) {
-            Some(device) => Self::of(&device),
-            None => Self::of(interface).map(|addresses| Self { ipv4: Ipv4Addr::UNSPECIFIED, ..addresses }),
+            Some(device) => Self::read_from_interface(&device),
+            None => {
+                Self::read_from_interface(interface).map(|addresses| Self { ipv4: Ipv4Addr::UNSPECIFIED, ..addresses })
+            }
         }
     }
 
-    fn of(interface: &str) -> Option<Self> {
+    fn read_from_interface(interface: &str) -> Option<Self> {
         let (mut mac, mut ipv4) = (None, Ipv4Addr::UNSPECIFIED);
         let mut ipv6_addresses: Vec<Ipv6Addr> = Vec::new();
         for entry in nix::ifaddrs::getifaddrs().ok()?.filter(|entry| entry.interface_name == interface) {
@@ -489,7 +502,7 @@ impl OwnAddresses {
 /// Cache of the interface's own addresses, with the time at which they were read.
 #[derive(Default)]
 struct OwnAddressCache {
-    addresses: Option<OwnAddresses>,
+    addresses: Option<InterfaceAddresses>,
     read_time: Option<Duration>,
 }
 
@@ -497,34 +510,37 @@ struct OwnAddressCache {
 mod tests {
     use super::*;
 
-    const A: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 1, 1, 1));
+    const NEIGHBOUR_ADDRESS: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 1, 1, 1));
     const NEIGHBOUR_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
-    fn at(ms: u64) -> Duration {
+    fn time_from_ms(ms: u64) -> Duration {
         Duration::from_millis(ms)
     }
 
     #[test]
     fn silent_neighbour_becomes_unresolved() {
-        let mut neighbours = Neighbours::default();
-        neighbours.set_addresses(&[A], at(0));
-        assert_eq!(neighbours.take_due_probes(at(0)).0, [NeighbourProbe { address: A, destination_mac: None }]);
+        let mut neighbours = ProbedNeighbours::default();
+        neighbours.set_addresses(&[NEIGHBOUR_ADDRESS], time_from_ms(0));
         assert_eq!(
-            neighbours.observe_sender(A, NEIGHBOUR_MAC, at(1)),
-            Some(MacChange { address: A, mac: Some(NEIGHBOUR_MAC) })
+            neighbours.take_due_probes(time_from_ms(0)).0,
+            [NeighbourProbe { address: NEIGHBOUR_ADDRESS, destination_mac: None }]
         );
-        assert_eq!(neighbours.observe_sender(A, NEIGHBOUR_MAC, at(2)), None);
-        assert!(neighbours.take_due_probes(at(500)).0.is_empty());
+        assert_eq!(
+            neighbours.observe_sender(NEIGHBOUR_ADDRESS, NEIGHBOUR_MAC, time_from_ms(1)),
+            Some(NeighbourMacChange { address: NEIGHBOUR_ADDRESS, mac: Some(NEIGHBOUR_MAC) })
+        );
+        assert_eq!(neighbours.observe_sender(NEIGHBOUR_ADDRESS, NEIGHBOUR_MAC, time_from_ms(2)), None);
+        assert!(neighbours.take_due_probes(time_from_ms(500)).0.is_empty());
         // The first probe goes to the neighbour's MAC address. After a missed probe, probes are broadcast.
         assert_eq!(
-            neighbours.take_due_probes(at(1002)).0,
-            [NeighbourProbe { address: A, destination_mac: Some(NEIGHBOUR_MAC) }]
+            neighbours.take_due_probes(time_from_ms(1002)).0,
+            [NeighbourProbe { address: NEIGHBOUR_ADDRESS, destination_mac: Some(NEIGHBOUR_MAC) }]
         );
         let mut lost_time = None;
         for ms in (1003..10_000).step_by(10) {
-            let (probes, changes) = neighbours.take_due_probes(at(ms));
+            let (probes, changes) = neighbours.take_due_probes(time_from_ms(ms));
             assert!(probes.iter().all(|probe| probe.destination_mac.is_none()));
-            if changes == [MacChange { address: A, mac: None }] {
+            if changes == [NeighbourMacChange { address: NEIGHBOUR_ADDRESS, mac: None }] {
                 assert_eq!(lost_time.replace(ms), None);
             }
         }
@@ -534,28 +550,35 @@ mod tests {
     #[test]
     fn probe_rate_is_limited_with_many_neighbours() {
         let addresses: Vec<IpAddr> = (0..1000u32).map(|n| Ipv4Addr::from(0x0a01_0000 + n).into()).collect();
-        let mut neighbours = Neighbours::default();
-        neighbours.set_addresses(&addresses, at(0));
+        let mut neighbours = ProbedNeighbours::default();
+        neighbours.set_addresses(&addresses, time_from_ms(0));
         let mut probed_addresses = BTreeSet::new();
         while probed_addresses.len() < addresses.len() {
-            let (probes, _) = neighbours.take_due_probes(at(1));
+            let (probes, _) = neighbours.take_due_probes(time_from_ms(1));
             assert!((1..=PROBES_PER_BURST).contains(&probes.len()));
             probed_addresses.extend(probes.iter().map(|probe| probe.address));
         }
-        assert_eq!(neighbours.take_due_probes(at(1)).0, []);
-        assert!(addresses.iter().all(|address| neighbours.observe_sender(*address, NEIGHBOUR_MAC, at(2)).is_some()));
-        assert_eq!(neighbours.next_probe_time(), Some(at(2) + PROBE_INTERVAL));
+        assert_eq!(neighbours.take_due_probes(time_from_ms(1)).0, []);
+        assert!(
+            addresses
+                .iter()
+                .all(|address| neighbours.observe_sender(*address, NEIGHBOUR_MAC, time_from_ms(2)).is_some())
+        );
+        assert_eq!(neighbours.next_probe_time(), Some(time_from_ms(2) + RESOLVED_PROBE_INTERVAL));
     }
 
     #[test]
     fn changed_mac_address_is_reported_at_once() {
-        let mut neighbours = Neighbours::default();
-        neighbours.set_addresses(&[A], at(0));
-        neighbours.observe_sender(A, NEIGHBOUR_MAC, at(1));
+        let mut neighbours = ProbedNeighbours::default();
+        neighbours.set_addresses(&[NEIGHBOUR_ADDRESS], time_from_ms(0));
+        neighbours.observe_sender(NEIGHBOUR_ADDRESS, NEIGHBOUR_MAC, time_from_ms(1));
         let new_mac = MacAddress([2, 0, 0, 0, 0, 9]);
-        assert_eq!(neighbours.observe_sender(A, new_mac, at(5)), Some(MacChange { address: A, mac: Some(new_mac) }));
-        assert_eq!(neighbours.observe_sender(Ipv4Addr::new(10, 1, 1, 2).into(), NEIGHBOUR_MAC, at(6)), None);
-        neighbours.set_addresses(&[], at(7));
+        assert_eq!(
+            neighbours.observe_sender(NEIGHBOUR_ADDRESS, new_mac, time_from_ms(5)),
+            Some(NeighbourMacChange { address: NEIGHBOUR_ADDRESS, mac: Some(new_mac) })
+        );
+        assert_eq!(neighbours.observe_sender(Ipv4Addr::new(10, 1, 1, 2).into(), NEIGHBOUR_MAC, time_from_ms(6)), None);
+        neighbours.set_addresses(&[], time_from_ms(7));
         assert_eq!(neighbours.next_probe_time(), None);
     }
 

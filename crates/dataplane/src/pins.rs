@@ -20,7 +20,7 @@ use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 pub struct PinDirectoryLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
 /// Maximum time to wait for the lock. A process that has just ended, or its child before execve(2), may still hold it.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
+const PIN_LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum depth of the directories that are searched for pins.
@@ -37,7 +37,7 @@ impl PinDirectoryLock {
         loop {
             directory_file = match Flock::lock(directory_file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => return Ok(Self(lock)),
-                Err((file, Errno::EWOULDBLOCK)) if wait_start.elapsed() < LOCK_TIMEOUT => file,
+                Err((file, Errno::EWOULDBLOCK)) if wait_start.elapsed() < PIN_LOCK_TIMEOUT => file,
                 Err((_, Errno::EWOULDBLOCK)) => bail!(
                     "{}: another process works with what is pinned there: expected it stopped first (systemctl stop), \
                      or a pin directory of one's own",
@@ -53,7 +53,7 @@ impl PinDirectoryLock {
 /// Returns the other directories on the BPF file system of `directory` in which the relative path `file` is pinned.
 /// Unreadable directories are skipped. The search is by pins, because the names of programs are visible only with
 /// CAP_SYS_ADMIN, which daemons lack.
-pub fn other_pin_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
+pub fn find_other_pin_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
     let Some(root) = directory.ancestors().filter(|ancestor| ensure_bpf_file_system(ancestor).is_ok()).last() else {
         return Vec::new();
     };

@@ -48,13 +48,13 @@ fn create_map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
 }
 
 /// Ticket to wait for a grace period: the number of the first grace period that begins after the request (see
-/// [`GracePeriods::has_passed`]).
+/// [`GracePeriodWaiter::has_passed`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct GraceTicket(u64);
+pub struct GracePeriodTicket(u64);
 
 /// Thread that waits for RCU grace periods until the value is dropped.
 #[derive(Debug)]
-pub struct GracePeriods(Arc<GracePeriodShared>);
+pub struct GracePeriodWaiter(Arc<GracePeriodShared>);
 
 #[derive(Debug, Default)]
 struct GracePeriodShared {
@@ -73,13 +73,13 @@ struct GraceWaitRequests {
 }
 
 impl GracePeriodShared {
-    fn requests(&self) -> MutexGuard<'_, GraceWaitRequests> {
+    fn lock_wait_requests(&self) -> MutexGuard<'_, GraceWaitRequests> {
         self.wait_requests.lock()
     }
 
     fn wait_for_requested_periods(&self) {
         loop {
-            let mut requests = self.requests();
+            let mut requests = self.lock_wait_requests();
             while !requests.is_stopped
                 && requests.last_requested_period <= self.ended_period_count.load(Ordering::SeqCst)
             {
@@ -91,7 +91,7 @@ impl GracePeriodShared {
             drop(requests);
             let period_number = self.begun_period_count.fetch_add(1, Ordering::SeqCst) + 1;
             let wait_result = wait_for_running_programs();
-            let mut requests = self.requests();
+            let mut requests = self.lock_wait_requests();
             match wait_result {
                 Ok(()) => self.ended_period_count.store(period_number, Ordering::SeqCst),
                 Err(error) => {
@@ -104,7 +104,7 @@ impl GracePeriodShared {
     }
 }
 
-impl GracePeriods {
+impl GracePeriodWaiter {
     /// Starts the thread that waits for grace periods. Fails when no thread can be created.
     pub fn start() -> anyhow::Result<Self> {
         let shared_state = Arc::<GracePeriodShared>::default();
@@ -117,26 +117,26 @@ impl GracePeriods {
     }
 
     /// Requests a grace period and returns its ticket. It must be called after a program or a table was replaced.
-    pub fn request_ticket(&self) -> GraceTicket {
+    pub fn request_ticket(&self) -> GracePeriodTicket {
         // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);
         let ticket_number = self.0.begun_period_count.load(Ordering::SeqCst) + 1;
-        let mut requests = self.0.requests();
+        let mut requests = self.0.lock_wait_requests();
         requests.last_requested_period = requests.last_requested_period.max(ticket_number);
         drop(requests);
         self.0.state_changed.notify_all();
-        GraceTicket(ticket_number)
+        GracePeriodTicket(ticket_number)
     }
 
     /// Returns whether all programs that ran when the ticket was requested have ended.
-    pub fn has_passed(&self, ticket: GraceTicket) -> bool {
+    pub fn has_passed(&self, ticket: GracePeriodTicket) -> bool {
         self.0.ended_period_count.load(Ordering::SeqCst) >= ticket.0
     }
 
     /// Waits until [`has_passed`](Self::has_passed) returns true for the ticket. Fails when the kernel has rejected to
     /// wait for a grace period.
-    pub fn wait(&self, ticket: GraceTicket) -> anyhow::Result<()> {
-        let mut requests = self.0.requests();
+    pub fn wait(&self, ticket: GracePeriodTicket) -> anyhow::Result<()> {
+        let mut requests = self.0.lock_wait_requests();
         while !self.has_passed(ticket) {
             if let Some(error) = &requests.wait_error {
                 bail!("{error}");
@@ -147,9 +147,9 @@ impl GracePeriods {
     }
 }
 
-impl Drop for GracePeriods {
+impl Drop for GracePeriodWaiter {
     fn drop(&mut self) {
-        self.0.requests().is_stopped = true;
+        self.0.lock_wait_requests().is_stopped = true;
         self.0.state_changed.notify_all();
     }
 }
@@ -160,13 +160,13 @@ mod tests {
 
     #[test]
     fn grace_periods_of_tickets_pass_in_order() {
-        let grace_periods = GracePeriods::start().unwrap();
+        let grace_periods = GracePeriodWaiter::start().unwrap();
         let first_ticket = grace_periods.request_ticket();
         grace_periods.wait(first_ticket).unwrap();
         assert!(grace_periods.has_passed(first_ticket));
         let second_ticket = grace_periods.request_ticket();
         assert!(second_ticket > first_ticket);
         grace_periods.wait(second_ticket).unwrap();
-        assert!(grace_periods.has_passed(GraceTicket::default()));
+        assert!(grace_periods.has_passed(GracePeriodTicket::default()));
     }
 }

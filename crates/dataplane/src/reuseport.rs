@@ -59,19 +59,19 @@ pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
 
 /// BPF map of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY, which contains a socket in each used slot.
 #[derive(Debug)]
-pub struct SocketArray {
+pub struct ReuseportSocketArray {
     map: MapHandle,
     slot_count: u32,
 }
 
-impl SocketArray {
+impl ReuseportSocketArray {
     /// Wraps `map`, which must be of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY and have `slot_count` slots.
     pub fn new(map: MapHandle, slot_count: u32) -> Self {
         Self { map, slot_count }
     }
 
     /// Returns the cookie of the socket in each used slot. The kernel clears the slot of a closed socket.
-    pub fn cookies_by_slot(&self) -> BTreeMap<u32, SocketCookie> {
+    pub fn socket_cookies_by_slot(&self) -> BTreeMap<u32, SocketCookie> {
         let cookie_in_slot = |slot: u32| {
             let value = self.map.lookup(&slot.to_ne_bytes(), MapFlags::ANY).ok()??;
             Some((slot, SocketCookie::from_ne_bytes(value.try_into().ok()?)))
@@ -81,7 +81,7 @@ impl SocketArray {
 
     /// Returns the first slot without a socket. Fails when all slots are taken.
     pub fn find_free_slot(&self) -> anyhow::Result<u32> {
-        let used_slots = self.cookies_by_slot();
+        let used_slots = self.socket_cookies_by_slot();
         let Some(slot) = (0..self.slot_count).find(|slot| !used_slots.contains_key(slot)) else {
             bail!("more than {} sockets of one service", self.slot_count);
         };

@@ -59,14 +59,14 @@ pub enum RouteError {
 /// Netlink sockets that query the kernel's routes and receive notifications of changes. They belong to the network
 /// namespace of the thread that called [`open`](Self::open).
 #[derive(Debug)]
-pub struct Routes {
+pub struct RouteSockets {
     notification_socket: OwnedFd,
     query_socket: OwnedFd,
     /// Sequence number of the latest query.
     query_sequence: u32,
 }
 
-impl Routes {
+impl RouteSockets {
     /// Opens a socket for notifications and one for queries. Fails when the kernel does not offer netlink.
     pub fn open() -> io::Result<Self> {
         let open_socket =
@@ -78,7 +78,7 @@ impl Routes {
     }
 
     /// Returns whether a link, address, route or routing rule has changed since the last call.
-    pub fn has_changed(&self) -> bool {
+    pub fn have_routes_changed(&self) -> bool {
         let mut has_changed = false;
         let mut notification_buffer = [0; 4096];
         loop {
@@ -93,7 +93,7 @@ impl Routes {
 
     /// Returns the next hop of packets to `server`, which is a gateway or the server itself. Fails when the packets do
     /// not leave by the device with the index `interface`.
-    pub fn next_hop(&mut self, interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
+    pub fn find_next_hop(&mut self, interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
         self.send_route_query(server).map_err(RouteError::NoRoute)?;
         let mut answer_buffer = [0; 4096];
         loop {
@@ -148,14 +148,14 @@ fn parse_next_hop(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAdd
     if route_interface_index != interface {
         return Err(RouteError::OtherInterface { found: route_interface_index, expected: interface });
     }
-    let rtvia_address = || find_attribute(attributes, RTA_VIA).and_then(|via| via.get(RTVIA_FAMILY_BYTES..));
-    Ok(find_attribute(attributes, RTA_GATEWAY).or_else(rtvia_address).and_then(parse_address).unwrap_or(server))
+    let find_rtvia_address = || find_attribute(attributes, RTA_VIA).and_then(|via| via.get(RTVIA_FAMILY_BYTES..));
+    Ok(find_attribute(attributes, RTA_GATEWAY).or_else(find_rtvia_address).and_then(parse_address).unwrap_or(server))
 }
 
 fn parse_address(bytes: &[u8]) -> Option<IpAddr> {
-    let ipv4 = || <[u8; 4]>::try_from(bytes).ok().map(|octets| Ipv4Addr::from(octets).into());
-    let ipv6 = || <[u8; 16]>::try_from(bytes).ok().map(|octets| Ipv6Addr::from(octets).into());
-    ipv4().or_else(ipv6)
+    let parse_ipv4 = || <[u8; 4]>::try_from(bytes).ok().map(|octets| Ipv4Addr::from(octets).into());
+    let parse_ipv6 = || <[u8; 16]>::try_from(bytes).ok().map(|octets| Ipv6Addr::from(octets).into());
+    parse_ipv4().or_else(parse_ipv6)
 }
 
 #[cfg(test)]
@@ -165,60 +165,66 @@ mod tests {
     #[test]
     fn late_answer_to_an_earlier_query_is_ignored() {
         let loopback_index = nix::net::if_::if_nametoindex("lo").unwrap();
-        let broadcast_result = Routes::open().unwrap().next_hop(loopback_index, Ipv4Addr::BROADCAST.into());
-        let mut routes = Routes::open().unwrap();
+        let broadcast_result = RouteSockets::open().unwrap().find_next_hop(loopback_index, Ipv4Addr::BROADCAST.into());
+        let mut routes = RouteSockets::open().unwrap();
         // The answer to this query waits in the socket, as after a timeout.
         routes.send_route_query(Ipv4Addr::LOCALHOST.into()).unwrap();
         assert_ne!(broadcast_result, Err(RouteError::UnexpectedRouteType(libc::RTN_LOCAL)));
-        assert_eq!(routes.next_hop(loopback_index, Ipv4Addr::BROADCAST.into()), broadcast_result);
+        assert_eq!(routes.find_next_hop(loopback_index, Ipv4Addr::BROADCAST.into()), broadcast_result);
     }
 
     #[test]
     fn route_through_loopback_is_rejected() {
-        let mut routes = Routes::open().unwrap();
+        let mut routes = RouteSockets::open().unwrap();
         let loopback_index = nix::net::if_::if_nametoindex("lo").unwrap();
         for loopback in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {
             assert_eq!(
-                routes.next_hop(loopback_index, loopback),
+                routes.find_next_hop(loopback_index, loopback),
                 Err(RouteError::UnexpectedRouteType(libc::RTN_LOCAL))
             );
         }
-        assert!(!routes.has_changed(), "a query changes nothing");
+        assert!(!routes.have_routes_changed(), "a query changes nothing");
     }
 
     #[test]
     fn gateways_other_interfaces_and_missing_routes_are_parsed() {
         let server = IpAddr::from([10, 9, 0, 1]);
-        let route_attribute = |kind: u16, value: &[u8]| {
+        let encode_route_attribute = |kind: u16, value: &[u8]| {
             [&((ATTRIBUTE_HEADER_BYTES + value.len()) as u16).to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
         };
-        let route_answer = |kind: u16, attributes: &[Vec<u8>]| {
+        let encode_route_answer = |kind: u16, attributes: &[Vec<u8>]| {
             let mut message = vec![0; ROUTE_HEADERS_BYTES];
             message[4..6].copy_from_slice(&kind.to_ne_bytes());
             message[ROUTE_TYPE_OFFSET] = libc::RTN_UNICAST;
             message.extend(attributes.concat());
             message
         };
-        let oif_attribute = route_attribute(RTA_OIF, &3u32.to_ne_bytes());
+        let oif_attribute = encode_route_attribute(RTA_OIF, &3u32.to_ne_bytes());
         let gateway_ipv6: Ipv6Addr = "fe80::1".parse().unwrap();
         for (gateway, bytes) in
             [(IpAddr::from([10, 2, 0, 1]), &[10, 2, 0, 1][..]), (gateway_ipv6.into(), &gateway_ipv6.octets())]
         {
-            let gateway_answer =
-                route_answer(libc::RTM_NEWROUTE, &[oif_attribute.clone(), route_attribute(RTA_GATEWAY, bytes)]);
+            let gateway_answer = encode_route_answer(
+                libc::RTM_NEWROUTE,
+                &[oif_attribute.clone(), encode_route_attribute(RTA_GATEWAY, bytes)],
+            );
             assert_eq!(parse_next_hop(&gateway_answer, 3, server), Ok(gateway));
         }
         let rtvia_bytes = [&(libc::AF_INET6 as u16).to_ne_bytes()[..], &gateway_ipv6.octets()].concat();
-        let rtvia_answer =
-            route_answer(libc::RTM_NEWROUTE, &[oif_attribute.clone(), route_attribute(RTA_VIA, &rtvia_bytes)]);
+        let rtvia_answer = encode_route_answer(
+            libc::RTM_NEWROUTE,
+            &[oif_attribute.clone(), encode_route_attribute(RTA_VIA, &rtvia_bytes)],
+        );
         assert_eq!(parse_next_hop(&rtvia_answer, 3, server), Ok(gateway_ipv6.into()));
-        let ipv4_gateway_answer =
-            route_answer(libc::RTM_NEWROUTE, &[oif_attribute.clone(), route_attribute(RTA_GATEWAY, &[10, 2, 0, 1])]);
+        let ipv4_gateway_answer = encode_route_answer(
+            libc::RTM_NEWROUTE,
+            &[oif_attribute.clone(), encode_route_attribute(RTA_GATEWAY, &[10, 2, 0, 1])],
+        );
         assert_eq!(
             parse_next_hop(&ipv4_gateway_answer, 4, server),
             Err(RouteError::OtherInterface { found: 3, expected: 4 })
         );
-        assert_eq!(parse_next_hop(&route_answer(libc::RTM_NEWROUTE, &[oif_attribute]), 3, server), Ok(server));
+        assert_eq!(parse_next_hop(&encode_route_answer(libc::RTM_NEWROUTE, &[oif_attribute]), 3, server), Ok(server));
         let mut error_answer = vec![0; 16];
         error_answer[4..6].copy_from_slice(&(libc::NLMSG_ERROR as u16).to_ne_bytes());
         error_answer.extend((-libc::ENETUNREACH).to_ne_bytes());

@@ -23,8 +23,8 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceSettings};
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::rss::RssConfig;
 use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -39,7 +39,7 @@ use crate::pins;
 use crate::rcu::wait_for_running_programs;
 use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
-use crate::tc::{self, AttachMechanism, Direction};
+use crate::tc::{self, PacketDirection, TcAttachMechanism};
 
 /// Names of the counters that [`ServerPrograms::counters`] returns.
 pub use coreward_intf::SERVER_COUNTER_NAMES as COUNTER_NAMES;
@@ -49,7 +49,7 @@ pub const COUNTER_COUNT: usize = intf::SERVER_COUNTER_COUNT as usize;
 
 /// Options with which the server's programs are loaded.
 #[derive(Debug, Clone)]
-pub struct ServerOptions {
+pub struct ServerProgramOptions {
     /// Index of the network device that receives the services' packets.
     pub interface_index: u32,
     /// Directory in a bpffs for pinned objects.
@@ -62,8 +62,8 @@ pub struct ServerOptions {
 /// dropped.
 #[derive(Debug)]
 pub struct ServerPrograms {
-    options: ServerOptions,
-    attach_mechanism: AttachMechanism,
+    options: ServerProgramOptions,
+    attach_mechanism: TcAttachMechanism,
     is_state_taken_over: bool,
     ingress_program: OwnedFd,
     egress_program: OwnedFd,
@@ -74,7 +74,7 @@ pub struct ServerPrograms {
     chained_server_entries: MmapArray<ChainedServerEntries>,
     has_ipv6_outer_headers: bool,
     /// Maps of the programs that will replace another version's programs. They are pinned when the services are known.
-    pending_upgrade_maps: Option<[OwnedFd; MAP_NAMES.len()]>,
+    pending_upgrade_maps: Option<[OwnedFd; SERVER_MAP_NAMES.len()]>,
 }
 
 const FIRST_LAYOUT_VERSION_WITH_KEYS: u64 = 3;
@@ -87,7 +87,7 @@ impl ServerPrograms {
     /// to run until [`set_services`](Self::set_services) has configured the new programs, which take over only the
     /// keys. Fails when the pin directory is not on a bpffs, or the kernel rejects the programs or links. Also fails
     /// when the device has programs that are pinned in another directory.
-    pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
+    pub fn attach(options: ServerProgramOptions) -> anyhow::Result<Self> {
         let server_directory = options.pin_directory.join("server");
         ensure_no_other_stamping_program(options.interface_index, &options.pin_directory)?;
         fs::create_dir_all(&server_directory).with_context(|| server_directory.display().to_string())?;
@@ -101,7 +101,7 @@ impl ServerPrograms {
                 "the pinned programs of another version stay attached until the controller sends the services"
             );
             let loaded_skeleton = load_programs(&mut object_storage, options.sample_every_syn, None)?;
-            let mut programs = Self::new(&loaded_skeleton, options, AttachMechanism::Tcx, false)?;
+            let mut programs = Self::new(&loaded_skeleton, options, TcAttachMechanism::Tcx, false)?;
             programs.copy_keys_from_state(&state_path)?;
             programs.pending_upgrade_maps = Some(maps_in_name_order(&loaded_skeleton)?);
             return Ok(programs);
@@ -111,7 +111,7 @@ impl ServerPrograms {
             unpin_maps(&server_directory)?;
         }
         let loaded_skeleton = load_programs(&mut object_storage, options.sample_every_syn, Some(&server_directory))?;
-        let mut programs = Self::new(&loaded_skeleton, options, AttachMechanism::Tcx, is_state_taken_over)?;
+        let mut programs = Self::new(&loaded_skeleton, options, TcAttachMechanism::Tcx, is_state_taken_over)?;
         programs.attach_programs()?;
         Ok(programs)
     }
@@ -123,13 +123,18 @@ impl ServerPrograms {
     /// Attaches the programs to the device, in place of an earlier process's programs.
     fn attach_programs(&mut self) -> anyhow::Result<()> {
         let (server_directory, interface_index) = (self.server_pin_directory(), self.options.interface_index);
-        self.attach_mechanism = tc::attach(
+        self.attach_mechanism = tc::attach_tc_program(
             self.ingress_program.as_fd(),
             interface_index,
-            Direction::Ingress,
+            PacketDirection::Ingress,
             &server_directory.join("ingress"),
         )?;
-        tc::attach(self.egress_program.as_fd(), interface_index, Direction::Egress, &server_directory.join("egress"))?;
+        tc::attach_tc_program(
+            self.egress_program.as_fd(),
+            interface_index,
+            PacketDirection::Egress,
+            &server_directory.join("egress"),
+        )?;
         Ok(())
     }
 
@@ -152,7 +157,7 @@ impl ServerPrograms {
             return Ok(());
         }
         for (key_offset, key_length) in
-            [(KEYS_OFFSET, size_of::<intf::fleet_keys>()), (TIME_KEY_OFFSET, size_of::<intf::cookie_key>())]
+            [(COOKIE_KEYS_OFFSET, size_of::<intf::fleet_keys>()), (TIME_KEY_OFFSET, size_of::<intf::cookie_key>())]
         {
             let key_bytes = old_state
                 .get(key_offset..key_offset + key_length)
@@ -169,11 +174,11 @@ impl ServerPrograms {
         let server_directory = self.server_pin_directory();
         for entry in fs::read_dir(&server_directory)? {
             let pin_path = entry?.path();
-            if !LINK_NAMES.iter().any(|link| pin_path.ends_with(link)) {
+            if !SERVER_LINK_NAMES.iter().any(|link| pin_path.ends_with(link)) {
                 fs::remove_file(&pin_path).with_context(|| pin_path.display().to_string())?;
             }
         }
-        for (map, name) in maps.iter().zip(MAP_NAMES) {
+        for (map, name) in maps.iter().zip(SERVER_MAP_NAMES) {
             tc::pin_object(map.as_fd(), &server_directory.join(name))?;
         }
         tracing::info!(
@@ -189,14 +194,14 @@ impl ServerPrograms {
     pub fn load_unattached(sample_every_syn: bool) -> anyhow::Result<Self> {
         let mut object_storage = MaybeUninit::uninit();
         let loaded_skeleton = load_programs(&mut object_storage, sample_every_syn, None)?;
-        let options = ServerOptions { interface_index: 0, pin_directory: PathBuf::new(), sample_every_syn };
-        Self::new(&loaded_skeleton, options, AttachMechanism::Tcx, false)
+        let options = ServerProgramOptions { interface_index: 0, pin_directory: PathBuf::new(), sample_every_syn };
+        Self::new(&loaded_skeleton, options, TcAttachMechanism::Tcx, false)
     }
 
     fn new(
         skeleton: &ServerSkel<'_>,
-        options: ServerOptions,
-        attachment: AttachMechanism,
+        options: ServerProgramOptions,
+        attachment: TcAttachMechanism,
         is_taken_over: bool,
     ) -> anyhow::Result<Self> {
         let skeleton_maps = &skeleton.maps;
@@ -228,20 +233,20 @@ impl ServerPrograms {
     }
 
     /// Returns the mechanism by which the programs are attached.
-    pub fn attach_mechanism(&self) -> AttachMechanism {
+    pub fn attach_mechanism(&self) -> TcAttachMechanism {
         self.attach_mechanism
     }
 
     /// Returns the file descriptor of the program for one direction of packets, for `BPF_PROG_TEST_RUN`.
-    pub fn program_for_direction(&self, direction: Direction) -> BorrowedFd<'_> {
+    pub fn program_for_direction(&self, direction: PacketDirection) -> BorrowedFd<'_> {
         match direction {
-            Direction::Ingress => self.ingress_program.as_fd(),
-            Direction::Egress => self.egress_program.as_fd(),
+            PacketDirection::Ingress => self.ingress_program.as_fd(),
+            PacketDirection::Egress => self.egress_program.as_fd(),
         }
     }
 
     /// Returns the map with the server's RSS configuration, which is shared with `steer.bpf.c`.
-    pub fn rss_map(&self) -> BorrowedFd<'_> {
+    pub fn rss_map_fd(&self) -> BorrowedFd<'_> {
         self.rss_map.as_fd()
     }
 
@@ -259,7 +264,7 @@ impl ServerPrograms {
         let addresses_with_numbers: Vec<_> =
             services.iter().map(|(address, id, mode)| (*address, slot_number_for(*id, *mode))).collect();
         let service_directory = service_slots::build_server_directory(&addresses_with_numbers)?;
-        let idle_half = self.active_half() ^ 1;
+        let idle_half = self.active_directory_half() ^ 1;
         self.state.write(directory_half_offset(idle_half), &*service_directory);
         self.state.store(ACTIVE_HALF_OFFSET, idle_half);
         wait_for_running_programs()?;
@@ -274,7 +279,7 @@ impl ServerPrograms {
         self.state.load(offset_of!(intf::server_state, forwarded_services) + slot_offset) == service_word
     }
 
-    fn active_half(&self) -> u64 {
+    fn active_directory_half(&self) -> u64 {
         self.state.load(ACTIVE_HALF_OFFSET) & 1
     }
 
@@ -290,7 +295,8 @@ impl ServerPrograms {
 
     /// Returns whether any service is configured.
     pub fn has_services(&self) -> bool {
-        let service_directory = self.state.read::<intf::service_directory>(directory_half_offset(self.active_half()));
+        let service_directory =
+            self.state.read::<intf::service_directory>(directory_half_offset(self.active_directory_half()));
         service_directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
@@ -302,15 +308,15 @@ impl ServerPrograms {
         let bpf_keys = keys.keys.map(|key| key.to_bpf_key());
         let switch_and_current_word = u64::from(switch_ms) << 32 | keys.current_key_index.get() as u64;
         // The keys are written first, because the new current key replaces a key that is not in use.
-        self.state.write(KEYS_OFFSET, &bpf_keys);
-        self.state.store(KEYS_OFFSET + offset_of!(intf::fleet_keys, current), switch_and_current_word);
+        self.state.write(COOKIE_KEYS_OFFSET, &bpf_keys);
+        self.state.store(COOKIE_KEYS_OFFSET + offset_of!(intf::fleet_keys, current), switch_and_current_word);
     }
 
     /// Returns the keys and `switch_ms` set by [`set_cookie_keys`](Self::set_cookie_keys), even if an earlier process
     /// set them.
     pub fn keys_and_switch_ms(&self) -> (FleetCookieKeys, u32) {
-        let stored_keys = self.state.read::<intf::fleet_keys>(KEYS_OFFSET);
-        let current_index = if stored_keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let stored_keys = self.state.read::<intf::fleet_keys>(COOKIE_KEYS_OFFSET);
+        let current_index = if stored_keys.current == 0 { CookieKeyIndex::First } else { CookieKeyIndex::Second };
         (
             FleetCookieKeys {
                 keys: stored_keys.key.map(|key| CookieKey { k0: key.k0, k1: key.k1 }),
@@ -352,13 +358,13 @@ impl ServerPrograms {
     /// read parts of the new table. Statistics over many SYNs tolerate such a wrong sample.
     pub fn set_rss_config(&mut self, rss: Option<&RssConfig>, generation: u32) {
         // The map's first word holds entry_count in the lower half and generation in the upper half.
-        let header_word = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
-        self.rss_mapping.store(0, header_word(0));
+        let encode_header_word = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
+        self.rss_mapping.store(0, encode_header_word(0));
         if let Some(rss) = rss {
             let mut rss_mapping = rss.to_bpf_mapping(generation);
             let entry_count = std::mem::take(&mut rss_mapping.entry_count);
             self.rss_mapping.write(0, &*rss_mapping);
-            self.rss_mapping.store(0, header_word(entry_count));
+            self.rss_mapping.store(0, encode_header_word(entry_count));
         }
     }
 
@@ -376,8 +382,8 @@ impl ServerPrograms {
     }
 
     /// Returns one counter, which counts from the creation of the state.
-    pub fn counter(&self, counter: intf::server_counter) -> u64 {
-        self.counters()[counter as usize]
+    pub fn counter(&self, counter_value: intf::server_counter) -> u64 {
+        self.counters()[counter_value as usize]
     }
 
     /// Returns the sequence number of the newest SYN sample, or 0 if no SYN has been sampled.
@@ -388,8 +394,8 @@ impl ServerPrograms {
     /// Returns the SYN samples whose sequence numbers are after `previous_sequence`, or all samples if
     /// `previous_sequence` is 0, the oldest first. Only the last [`RSS_SAMPLES`](intf::RSS_SAMPLES) samples are stored,
     /// so older samples may be missing.
-    pub fn syn_samples_after(&self, previous_sequence: u32) -> Vec<intf::rss_sample> {
-        rss_samples::samples_after(&self.state, previous_sequence)
+    pub fn syn_samples_after_sequence(&self, previous_sequence: u32) -> Vec<intf::rss_sample> {
+        rss_samples::rss_samples_after_sequence(&self.state, previous_sequence)
     }
 
     /// Detaches the programs and removes their pins. Open connections with stamped packets then break.
@@ -401,8 +407,8 @@ impl ServerPrograms {
 /// Detaches the programs of [`ServerPrograms::attach`] from a device and removes their pins.
 pub fn detach_and_unpin(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     let server_directory = pin_directory.join("server");
-    tc::detach(interface_index, Direction::Egress, &server_directory.join("egress"))?;
-    tc::detach(interface_index, Direction::Ingress, &server_directory.join("ingress"))?;
+    tc::detach_tc_program(interface_index, PacketDirection::Egress, &server_directory.join("egress"))?;
+    tc::detach_tc_program(interface_index, PacketDirection::Ingress, &server_directory.join("ingress"))?;
     unpin_maps(&server_directory)?;
     fs::remove_dir(&server_directory).with_context(|| server_directory.display().to_string())
 }
@@ -411,10 +417,10 @@ pub fn detach_and_unpin(interface_index: u32, pin_directory: &Path) -> anyhow::R
 /// cookies, so that no connection could open. (Before Linux 6.6, the fixed handle in the clsact qdisc excludes a second
 /// program.)
 fn ensure_no_other_stamping_program(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
-    for other_pin_directory in pins::other_pin_directories(pin_directory, "server/egress") {
+    for other_pin_directory in pins::find_other_pin_directories(pin_directory, "server/egress") {
         let egress_pin = other_pin_directory.join("server").join("egress");
         ensure!(
-            !tc::is_attached(interface_index, Direction::Egress, &egress_pin).unwrap_or(false),
+            !tc::is_tc_program_attached(interface_index, PacketDirection::Egress, &egress_pin).unwrap_or(false),
             "what is pinned in {} is at the interface of index {interface_index} already: expected `pin_directory` to \
              be that, or first `coreward agent --detach` with that in its file",
             other_pin_directory.display()
@@ -428,7 +434,7 @@ const MAX_CLAMP_AGE_MS: i32 = 1 << 29;
 /// Maximum time in ms by which the stored time of a TSval clamp may be in the future, because CPUs' clocks may differ.
 const MAX_CLAMP_AHEAD_MS: i32 = 60_000;
 
-const KEYS_OFFSET: usize = offset_of!(intf::server_state, keys);
+const COOKIE_KEYS_OFFSET: usize = offset_of!(intf::server_state, keys);
 const TIME_KEY_OFFSET: usize = offset_of!(intf::server_state, time_key);
 const ACTIVE_HALF_OFFSET: usize =
     offset_of!(intf::server_state, directories) + offset_of!(intf::service_directories, active);
@@ -439,12 +445,12 @@ fn directory_half_offset(half: u64) -> usize {
         + half as usize * size_of::<intf::service_directory>()
 }
 
-const MAP_NAMES: [&str; 6] =
+const SERVER_MAP_NAMES: [&str; 6] =
     ["state", "held_timestamps", "half_open_indexes", "connection_indexes", "chained_servers", "rss_mapping"];
 
-const LINK_NAMES: [&str; 2] = ["ingress", "egress"];
+const SERVER_LINK_NAMES: [&str; 2] = ["ingress", "egress"];
 
-fn maps_in_name_order(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAP_NAMES.len()]> {
+fn maps_in_name_order(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; SERVER_MAP_NAMES.len()]> {
     let skeleton_maps = &skeleton.maps;
     let map_fds = [
         skeleton_maps.bss.as_fd(),
@@ -464,7 +470,7 @@ fn encode_slot_number(id: ServerId, mode: ServiceSettings, has_ipv6_outer_header
     let flag_if = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
     u32::from(id.get())
         | flag_if(
-            mode.is_stamped_by_servers() && mode.consistency == Consistency::Stateful,
+            mode.is_stamped_by_servers() && mode.consistency == ConsistencyMode::Stateful,
             intf::SERVER_NUMBER_STATEFUL,
         )
         | flag_if(!mode.is_stamped_by_servers(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
@@ -474,7 +480,7 @@ fn encode_slot_number(id: ServerId, mode: ServiceSettings, has_ipv6_outer_header
 }
 
 fn unpin_maps(server_directory: &Path) -> anyhow::Result<()> {
-    MAP_NAMES.iter().try_for_each(|map| unpin_if_present(&server_directory.join(map)))
+    SERVER_MAP_NAMES.iter().try_for_each(|map| unpin_if_present(&server_directory.join(map)))
 }
 
 fn unpin_if_present(path: &Path) -> anyhow::Result<()> {
@@ -518,16 +524,16 @@ fn load_programs<'object>(
         ServerSkelBuilder::default().open(storage).context("bpf/server/server.bpf.c")?;
     let rodata = open_skeleton.maps.rodata_data.as_deref_mut().context("server.bpf.c without read-only data")?;
     rodata.sample_every_syn = sample_every_syn.into();
-    let pin_path = |name: &str| pins.map(|pins| pins.join(name));
+    let map_pin_path = |name: &str| pins.map(|pins| pins.join(name));
     for (map, name, capacity) in [
         (&mut open_skeleton.maps.held_timestamps, "held_timestamps", intf::MAX_CLAMPED_TIMESTAMPS),
         (&mut open_skeleton.maps.half_open_indexes, "half_open_indexes", intf::MAX_HALF_OPEN_INDEXES),
     ] {
-        lru::set_lru_capacity(map, capacity, pin_path(name).as_deref())?;
+        lru::set_lru_capacity(map, capacity, map_pin_path(name).as_deref())?;
     }
     if let Some(pins) = pins {
         let skeleton_maps = &mut open_skeleton.maps;
-        let maps_in_name_order: [&mut OpenMapMut<'_>; MAP_NAMES.len()] = [
+        let maps_in_name_order: [&mut OpenMapMut<'_>; SERVER_MAP_NAMES.len()] = [
             &mut skeleton_maps.bss,
             &mut skeleton_maps.held_timestamps,
             &mut skeleton_maps.half_open_indexes,
@@ -535,7 +541,7 @@ fn load_programs<'object>(
             &mut skeleton_maps.bss_chained,
             &mut skeleton_maps.rss_mapping,
         ];
-        for (map, name) in maps_in_name_order.into_iter().zip(MAP_NAMES) {
+        for (map, name) in maps_in_name_order.into_iter().zip(SERVER_MAP_NAMES) {
             map.set_pin_path(pins.join(name)).context(name)?;
         }
     }

@@ -16,7 +16,7 @@ const MAX_TRIED_SEEDS: usize = 1 << 20;
 
 /// Reason why no service directory can be built for a list of services.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum DirectoryError {
+pub enum ServiceDirectoryError {
     /// There are more services than the directory holds.
     #[error("{0} services: expected at most {1}")]
     TooManyServices(usize, u32),
@@ -33,7 +33,7 @@ pub enum DirectoryError {
 
 /// Returns the last 64 bits of a service's key (`struct service_key` of `bpf/include/intf.h`). They identify an IPv4
 /// service.
-fn last_key_word(key: &intf::service_key) -> u64 {
+fn last_service_key_word(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
@@ -41,11 +41,13 @@ fn last_key_word(key: &intf::service_key) -> u64 {
 /// mixed with the rest of the address for IPv6.
 pub(crate) fn service_hash_word(key: &intf::service_key) -> u64 {
     if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
-        return last_key_word(key);
+        return last_service_key_word(key);
     }
     let [first, middle, upper, _] = key.address.map(u64::from);
     let mixed_first_word = first.wrapping_mul(intf::SERVICE_WORD_FIRST_FACTOR);
-    last_key_word(key) ^ mixed_first_word ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
+    last_service_key_word(key)
+        ^ mixed_first_word
+        ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
 }
 
 /// Returns the index in `forwarded_services` (`bpf/include/server.h`) for the service with the hash word
@@ -74,15 +76,16 @@ fn lb_slot_index(directory: &intf::lb_service_directory, service_word: u64) -> u
 
 /// Builds a server's service directory from the address and slot number of each service. The directory also contains an
 /// entry for each VIP, with port and protocol 0 and the number [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY).
-/// Fails for the reasons in [`DirectoryError`].
+/// Fails for the reasons in [`ServiceDirectoryError`].
 pub fn build_server_directory(
     services: &[(ServiceAddress, u32)],
-) -> Result<Box<intf::service_directory>, DirectoryError> {
+) -> Result<Box<intf::service_directory>, ServiceDirectoryError> {
     let mut server_directory: Box<intf::service_directory> =
         zerocopy::FromZeros::new_box_zeroed().expect("32 KB of memory");
-    let slots = build_slots(services, intf::MAX_SERVICES_OF_SERVER)?;
+    let slots = build_service_slots(services, intf::MAX_SERVICES_OF_SERVER)?;
     let service_words: Vec<u64> = slots.iter().map(|slot| service_hash_word(&slot.key)).collect();
-    server_directory.seed = find_server_seed(&service_words).ok_or(DirectoryError::NoSuitableSeed(services.len()))?;
+    server_directory.seed =
+        find_server_seed(&service_words).ok_or(ServiceDirectoryError::NoSuitableSeed(services.len()))?;
     for (slot, service_word) in slots.into_iter().zip(service_words) {
         server_directory.slots[server_slot_index(service_word, server_directory.seed)] = slot;
     }
@@ -90,16 +93,16 @@ pub fn build_server_directory(
 }
 
 /// Builds a load balancer's service directory, with the same entries as [`build_server_directory`]. Fails for the
-/// reasons in [`DirectoryError`].
+/// reasons in [`ServiceDirectoryError`].
 pub fn build_lb_directory(
     services: &[(ServiceAddress, u32)],
-) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
+) -> Result<Box<intf::lb_service_directory>, ServiceDirectoryError> {
     let mut lb_directory: Box<intf::lb_service_directory> =
         zerocopy::FromZeros::new_box_zeroed().expect("140 KB of memory");
-    let slots = build_slots(services, intf::MAX_SERVICES)?;
+    let slots = build_service_slots(services, intf::MAX_SERVICES)?;
     let service_words: Vec<u64> = slots.iter().map(|slot| service_hash_word(&slot.key)).collect();
     let (seed, displacement) =
-        find_perfect_hash(&service_words).ok_or(DirectoryError::NoSuitableSeed(services.len()))?;
+        find_perfect_hash(&service_words).ok_or(ServiceDirectoryError::NoSuitableSeed(services.len()))?;
     (lb_directory.seed, lb_directory.displacement) = (seed, displacement);
     for (slot, service_word) in slots.into_iter().zip(service_words) {
         let slot_index = lb_slot_index(&lb_directory, service_word);
@@ -108,25 +111,25 @@ pub fn build_lb_directory(
     Ok(lb_directory)
 }
 
-fn build_slots(
+fn build_service_slots(
     services: &[(ServiceAddress, u32)],
     max_services: u32,
-) -> Result<Vec<intf::service_slot>, DirectoryError> {
+) -> Result<Vec<intf::service_slot>, ServiceDirectoryError> {
     if services.len() > max_services as usize {
-        return Err(DirectoryError::TooManyServices(services.len(), max_services));
+        return Err(ServiceDirectoryError::TooManyServices(services.len(), max_services));
     }
     let mut distinct_services = BTreeSet::new();
     let mut service_slots = Vec::new();
     for (address, number) in services {
         if address.vip_and_port.port() == 0 {
-            return Err(DirectoryError::PortZero(*address));
+            return Err(ServiceDirectoryError::PortZero(*address));
         }
         if !distinct_services.insert(*address) {
-            return Err(DirectoryError::DuplicateService(*address));
+            return Err(ServiceDirectoryError::DuplicateService(*address));
         }
         service_slots.push(intf::service_slot { number: *number, key: address.to_service_key(), reserved: 0 });
     }
-    let distinct_vips: BTreeSet<_> = services.iter().map(|(address, _)| VipKey::of(address)).collect();
+    let distinct_vips: BTreeSet<_> = services.iter().map(|(address, _)| VipKey::from_service(address)).collect();
     service_slots.extend(distinct_vips.into_iter().map(|VipKey { address, family }| intf::service_slot {
         number: intf::SERVICE_ADDRESS_ONLY,
         key: intf::service_key { address, port: 0, protocol: 0, family },
@@ -143,7 +146,7 @@ struct VipKey {
 }
 
 impl VipKey {
-    fn of(service: &ServiceAddress) -> Self {
+    fn from_service(service: &ServiceAddress) -> Self {
         let service_key = service.to_service_key();
         Self { address: service_key.address, family: service_key.family }
     }
@@ -159,10 +162,10 @@ fn find_server_seed(service_words: &[u64]) -> Option<u64> {
     })
 }
 
-type Displacements = [u16; intf::LB_SERVICE_GROUPS as usize];
+type GroupDisplacements = [u16; intf::LB_SERVICE_GROUPS as usize];
 
 /// Finds a hash seed and displacements that give all hash words different slots. Returns `None` if no tried seed fits.
-fn find_perfect_hash(service_words: &[u64]) -> Option<(u64, Displacements)> {
+fn find_perfect_hash(service_words: &[u64]) -> Option<(u64, GroupDisplacements)> {
     let mut seed_rng = seeded_rng(0, SLOT_SEED_RNG_STREAM);
     let mut tried_seeds = (0..MAX_TRIED_SEEDS).map(|_| seed_rng.next_u64() | 1);
     tried_seeds.find_map(|seed| Some((seed, find_displacements(service_words, seed)?)))
@@ -170,7 +173,7 @@ fn find_perfect_hash(service_words: &[u64]) -> Option<(u64, Displacements)> {
 
 /// Finds displacements that give all hash words different slots with the hash `seed`. The largest groups are placed
 /// first.
-fn find_displacements(service_words: &[u64], seed: u64) -> Option<Displacements> {
+fn find_displacements(service_words: &[u64], seed: u64) -> Option<GroupDisplacements> {
     let mut slots_by_group: Vec<(usize, Vec<u16>)> =
         (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
     for service_word in service_words {
@@ -207,11 +210,11 @@ mod tests {
     /// Returns `count` services on different VIPs, half of which are IPv6. The last service is a UDP service at the
     /// first service's VIP. No port is 0 or 1 in either byte order.
     fn services_on_distinct_vips(count: u32) -> Vec<(ServiceAddress, u32)> {
-        let service_text = |n: u32| match n % 2 {
+        let format_service = |n: u32| match n % 2 {
             0 => format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n),
             _ => format!("[2001:db8:{n:x}::1]:{}", 1024 + n),
         };
-        let mut services: Vec<_> = (0..count - 1).map(|n| (parse_service(&service_text(n)), n)).collect();
+        let mut services: Vec<_> = (0..count - 1).map(|n| (parse_service(&format_service(n)), n)).collect();
         services.push((ServiceAddress { protocol: Protocol::Udp, ..services[0].0 }, count - 1));
         services
     }

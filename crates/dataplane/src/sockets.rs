@@ -52,15 +52,15 @@ struct InetDiagRequest {
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 /// Offset of inet_diag_msg.idiag_state in a reply, where it follows the header and the family.
-const STATE_OFFSET: usize = size_of::<NetlinkHeader>() + 1;
+const SOCKET_STATE_OFFSET: usize = size_of::<NetlinkHeader>() + 1;
 /// State of a listening socket (include/net/tcp_states.h). The kernel answers with this socket if a queried connection
 /// does not exist.
-const TCP_LISTEN: u8 = 10;
+const TCP_LISTEN_STATE: u8 = 10;
 /// Number of queries that are sent at once. Their replies fit into the smallest receive buffer.
 const QUERIES_PER_BATCH: usize = 64;
 
-fn socket_query(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
-    let address_bytes = |socket: SocketAddr| {
+fn build_socket_query(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
+    let encode_address = |socket: SocketAddr| {
         let mut padded_bytes = [0; 16];
         match socket {
             SocketAddr::V4(v4) => padded_bytes[..4].copy_from_slice(&v4.ip().octets()),
@@ -85,8 +85,8 @@ fn socket_query(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
         socket_id: SocketId {
             source_port: vip.port().to_be_bytes(),
             destination_port: client.port().to_be_bytes(),
-            source_address: address_bytes(vip),
-            destination_address: address_bytes(client),
+            source_address: encode_address(vip),
+            destination_address: encode_address(client),
             interface_index: 0,
             // INET_DIAG_NOCOOKIE matches any socket.
             cookie: [u32::MAX; 2],
@@ -109,7 +109,7 @@ pub fn query_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>
         connections.chunks(QUERIES_PER_BATCH).zip(has_socket_by_connection.chunks_mut(QUERIES_PER_BATCH))
     {
         let socket_queries: Vec<InetDiagRequest> =
-            (0..).zip(batch).map(|(sequence, tuple)| socket_query(sequence, tuple)).collect();
+            (0..).zip(batch).map(|(sequence, tuple)| build_socket_query(sequence, tuple)).collect();
         let written_bytes = nix::unistd::write(&diag_socket, socket_queries.as_bytes()).context("asking sock_diag")?;
         ensure!(
             written_bytes == size_of_val(&socket_queries[..]),
@@ -121,7 +121,7 @@ pub fn query_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>
             let mut answer_buffer = [0; 16384];
             let answer_length =
                 nix::unistd::read(&diag_socket, &mut answer_buffer).context("no answer from sock_diag")?;
-            answer_count += record_answers(&answer_buffer[..answer_length], batch_has_open_socket)?;
+            answer_count += record_socket_answers(&answer_buffer[..answer_length], batch_has_open_socket)?;
         }
     }
     Ok(has_socket_by_connection)
@@ -153,14 +153,16 @@ fn open_diag_socket() -> anyhow::Result<OwnedFd> {
 
 /// Parses the kernel's replies in `bytes`, and sets `has_open_socket` for each queried connection that has a socket.
 /// Returns the number of replies.
-fn record_answers(mut bytes: &[u8], has_open_socket: &mut [bool]) -> anyhow::Result<usize> {
+fn record_socket_answers(mut bytes: &[u8], has_open_socket: &mut [bool]) -> anyhow::Result<usize> {
     let mut answer_count = 0;
     while let Ok((header, _)) = NetlinkHeader::read_from_prefix(bytes) {
         let message = bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;
         let is_found =
             has_open_socket.get_mut(header.sequence as usize).context("sock_diag: an answer that was not asked for")?;
         match header.message_type {
-            SOCK_DIAG_BY_FAMILY => *is_found = message.get(STATE_OFFSET).is_some_and(|state| *state != TCP_LISTEN),
+            SOCK_DIAG_BY_FAMILY => {
+                *is_found = message.get(SOCKET_STATE_OFFSET).is_some_and(|state| *state != TCP_LISTEN_STATE)
+            }
             kind if i32::from(kind) == libc::NLMSG_ERROR => {
                 let error_code =
                     message.get(size_of::<NetlinkHeader>()..).and_then(|payload| i32::read_from_prefix(payload).ok());

@@ -16,7 +16,7 @@ use libbpf_rs::MapHandle;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
 use crate::mmap_array::MmapArray;
-use crate::reuseport::{self, SocketArray, SocketCookie};
+use crate::reuseport::{self, ReuseportSocketArray, SocketCookie};
 use crate::skeleton::steer::SteerSkelBuilder;
 
 /// Names of the counters that [`SteerProgram::counters`] returns.
@@ -30,7 +30,7 @@ pub const COUNTER_COUNT: usize = intf::STEER_COUNTER_COUNT as usize;
 #[derive(Debug)]
 pub struct SteerProgram {
     select_program: OwnedFd,
-    worker_sockets: SocketArray,
+    worker_sockets: ReuseportSocketArray,
     state: MmapArray<intf::steer_state>,
     is_state_taken_over: bool,
 }
@@ -82,7 +82,10 @@ impl SteerProgram {
         })?;
         let steer_program = Self {
             select_program: loaded_skeleton.progs.steer.as_fd().try_clone_to_owned()?,
-            worker_sockets: SocketArray::new((&loaded_skeleton.maps.workers).try_into()?, intf::MAX_STEERED_SOCKETS),
+            worker_sockets: ReuseportSocketArray::new(
+                (&loaded_skeleton.maps.workers).try_into()?,
+                intf::MAX_STEERED_SOCKETS,
+            ),
             state: MmapArray::new(&loaded_skeleton.maps.bss_steer).context("mapping steer_state")?,
             is_state_taken_over,
         };
@@ -105,7 +108,7 @@ impl SteerProgram {
 
     /// Returns the cookie of the socket in each used slot. The kernel clears the slot of a closed socket.
     pub fn socket_cookies_by_slot(&self) -> BTreeMap<u32, SocketCookie> {
-        self.worker_sockets.cookies_by_slot()
+        self.worker_sockets.socket_cookies_by_slot()
     }
 
     /// Inserts a listening socket into a free slot and returns that slot. Fails when all slots are taken, the socket

@@ -12,32 +12,32 @@ use libbpf_rs::{Link, TcAttachPoint, TcHook, TcHookBuilder, libbpf_sys};
 
 /// Direction of the packets that a program processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub enum PacketDirection {
     /// Packets that the device receives.
     Ingress,
     /// Packets that the device sends.
     Egress,
 }
 
-impl Direction {
+impl PacketDirection {
     fn tcx_attach_type(self) -> libbpf_sys::bpf_attach_type {
         match self {
-            Direction::Ingress => libbpf_sys::BPF_TCX_INGRESS,
-            Direction::Egress => libbpf_sys::BPF_TCX_EGRESS,
+            PacketDirection::Ingress => libbpf_sys::BPF_TCX_INGRESS,
+            PacketDirection::Egress => libbpf_sys::BPF_TCX_EGRESS,
         }
     }
 
     fn clsact_attach_point(self) -> TcAttachPoint {
         match self {
-            Direction::Ingress => libbpf_rs::TC_INGRESS,
-            Direction::Egress => libbpf_rs::TC_EGRESS,
+            PacketDirection::Ingress => libbpf_rs::TC_INGRESS,
+            PacketDirection::Egress => libbpf_rs::TC_EGRESS,
         }
     }
 }
 
 /// Mechanism by which a program is attached to a device's tc hook.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AttachMechanism {
+pub enum TcAttachMechanism {
     /// The program is attached by a tcx link.
     Tcx,
     /// The program is attached by a filter of the clsact qdisc.
@@ -51,27 +51,27 @@ const CLSACT_TEMPORARY_PRIORITY: u32 = 2;
 
 /// Attaches `program` to a device. If the link pinned at `pin_path` belongs to the same device, replaces its program.
 /// Fails when neither tcx nor clsact accepts the program.
-pub fn attach(
+pub fn attach_tc_program(
     program: BorrowedFd<'_>,
     interface_index: u32,
-    direction: Direction,
+    direction: PacketDirection,
     pin_path: &Path,
-) -> anyhow::Result<AttachMechanism> {
+) -> anyhow::Result<TcAttachMechanism> {
     if let Some(link) = open_pinned_link(pin_path)? {
         if is_attached_to(&link, interface_index) {
             replace_program(&link, program)
                 .with_context(|| format!("replacing the program of {}", pin_path.display()))?;
-            return Ok(AttachMechanism::Tcx);
+            return Ok(TcAttachMechanism::Tcx);
         }
         fs::remove_file(pin_path).with_context(|| format!("removing {}", pin_path.display()))?;
     }
     match create_tcx_link(program, interface_index, direction) {
         Ok(link) => {
             pin_object(link.as_fd(), pin_path)?;
-            Ok(AttachMechanism::Tcx)
+            Ok(TcAttachMechanism::Tcx)
         }
         Err(error) if error.kind() == ErrorKind::InvalidInput => {
-            attach_to_clsact(program, interface_index, direction).map(|()| AttachMechanism::Clsact)
+            attach_to_clsact(program, interface_index, direction).map(|()| TcAttachMechanism::Clsact)
         }
         Err(error) => Err(error).context("making a tcx link"),
     }
@@ -79,12 +79,12 @@ pub fn attach(
 
 /// Attachment of a program to a tc hook, which ends when the value is dropped.
 #[derive(Debug)]
-pub struct TemporaryAttachment(TemporaryHook);
+pub struct TemporaryTcAttachment(TemporaryTcHook);
 
 #[derive(Debug)]
-enum TemporaryHook {
+enum TemporaryTcHook {
     Tcx { _link: OwnedFd },
-    Clsact { hook: TcHook, interface_index: u32, direction: Direction },
+    Clsact { hook: TcHook, interface_index: u32, direction: PacketDirection },
 }
 
 /// Attaches `program` to a device, in addition to other programs, until the result is dropped. If the process is
@@ -93,24 +93,24 @@ enum TemporaryHook {
 pub fn attach_until_drop(
     program: BorrowedFd<'_>,
     interface_index: u32,
-    direction: Direction,
-) -> anyhow::Result<TemporaryAttachment> {
+    direction: PacketDirection,
+) -> anyhow::Result<TemporaryTcAttachment> {
     match create_tcx_link(program, interface_index, direction) {
-        Ok(link) => Ok(TemporaryAttachment(TemporaryHook::Tcx { _link: link })),
+        Ok(link) => Ok(TemporaryTcAttachment(TemporaryTcHook::Tcx { _link: link })),
         Err(error) if error.kind() == ErrorKind::InvalidInput => {
             let mut clsact_hook = new_clsact_hook(program, interface_index, direction);
             clsact_hook.priority(CLSACT_TEMPORARY_PRIORITY);
             clsact_hook.create().context("making a clsact qdisc")?;
             let hook = clsact_hook.attach().context("attaching to the clsact qdisc")?;
-            Ok(TemporaryAttachment(TemporaryHook::Clsact { hook, interface_index, direction }))
+            Ok(TemporaryTcAttachment(TemporaryTcHook::Clsact { hook, interface_index, direction }))
         }
         Err(error) => Err(error).context("making a tcx link"),
     }
 }
 
-impl Drop for TemporaryAttachment {
+impl Drop for TemporaryTcAttachment {
     fn drop(&mut self) {
-        if let TemporaryHook::Clsact { hook, interface_index, direction } = &mut self.0
+        if let TemporaryTcHook::Clsact { hook, interface_index, direction } = &mut self.0
             && let Err(error) = hook.detach()
         {
             tracing::warn!(
@@ -125,15 +125,19 @@ impl Drop for TemporaryAttachment {
 }
 
 /// Attaches `program` by a clsact filter, as kernels before 6.6 require, in place of an earlier program.
-pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<()> {
+pub fn attach_to_clsact(
+    program: BorrowedFd<'_>,
+    interface_index: u32,
+    direction: PacketDirection,
+) -> anyhow::Result<()> {
     let mut clsact_hook = new_clsact_hook(program, interface_index, direction);
     clsact_hook.create().context("making a clsact qdisc")?;
     clsact_hook.attach().context("attaching to the clsact qdisc")?;
     Ok(())
 }
 
-/// Detaches the program that [`attach`] has attached, if any.
-pub fn detach(interface_index: u32, direction: Direction, pin_path: &Path) -> anyhow::Result<()> {
+/// Detaches the program that [`attach_tc_program`] has attached, if any.
+pub fn detach_tc_program(interface_index: u32, direction: PacketDirection, pin_path: &Path) -> anyhow::Result<()> {
     if let Some(link) = open_pinned_link(pin_path)? {
         // An error means that the device was removed, so that nothing is attached.
         if let Err(error) = link.detach() {
@@ -158,7 +162,11 @@ pub fn detach(interface_index: u32, direction: Direction, pin_path: &Path) -> an
 
 /// Returns whether the link pinned at `pin_path` attaches a program to the device's tc hook for `direction`. Fails when
 /// the pin is not a link, or the kernel does not list the hook's programs.
-pub fn is_attached(interface_index: u32, direction: Direction, pin_path: &Path) -> anyhow::Result<bool> {
+pub fn is_tc_program_attached(
+    interface_index: u32,
+    direction: PacketDirection,
+    pin_path: &Path,
+) -> anyhow::Result<bool> {
     let Some(link) = open_pinned_link(pin_path)? else { return Ok(false) };
     // The program ids decide, because the same interface index may exist in another network namespace.
     let program_ids_at_hook = query_program_ids(interface_index, direction)?;
@@ -168,7 +176,7 @@ pub fn is_attached(interface_index: u32, direction: Direction, pin_path: &Path) 
 /// Maximum number of programs on one tc hook (the kernel's BPF_MPROG_MAX).
 const MAX_PROGRAMS_PER_HOOK: usize = 64;
 
-fn query_program_ids(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
+fn query_program_ids(interface_index: u32, direction: PacketDirection) -> anyhow::Result<Vec<u32>> {
     let mut program_ids = [0u32; MAX_PROGRAMS_PER_HOOK];
     let mut query_options = libbpf_sys::bpf_prog_query_opts {
         sz: size_of::<libbpf_sys::bpf_prog_query_opts>() as libbpf_sys::size_t,
@@ -208,7 +216,7 @@ fn is_attached_to(link: &Link, interface_index: u32) -> bool {
 fn create_tcx_link(
     program: BorrowedFd<'_>,
     interface_index: u32,
-    direction: Direction,
+    direction: PacketDirection,
 ) -> Result<OwnedFd, std::io::Error> {
     let target_index = interface_index as i32;
     // SAFETY: no options are passed; the kernel checks the rest.
@@ -241,7 +249,7 @@ pub(crate) fn pin_object(object: BorrowedFd<'_>, pin_path: &Path) -> anyhow::Res
     Ok(())
 }
 
-fn new_clsact_hook(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> TcHook {
+fn new_clsact_hook(program: BorrowedFd<'_>, interface_index: u32, direction: PacketDirection) -> TcHook {
     let mut hook_builder = TcHookBuilder::new(program);
     hook_builder
         .ifindex(interface_index as i32)

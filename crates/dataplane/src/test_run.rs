@@ -15,14 +15,14 @@ macro_rules! skip_if {
     ($missing:expr $(, $result:expr)?) => {
         if let Some(missing) = $missing {
             fn here() {}
-            println!("SKIPPED {}: {missing}", $crate::test_run::surrounding_function(here));
+            println!("SKIPPED {}: {missing}", $crate::test_run::surrounding_function_name(here));
             return $($result)?;
         }
     };
 }
 
 /// Returns the name of the function in which `inner` is defined.
-pub fn surrounding_function<F>(_inner: F) -> &'static str {
+pub fn surrounding_function_name<F>(_inner: F) -> &'static str {
     std::any::type_name::<F>()
         .rsplit("::")
         .find(|path_segment| !["here", "{{closure}}"].contains(path_segment))
@@ -38,7 +38,7 @@ pub fn missing_bpf_rights() -> Option<&'static str> {
 
 /// Result of a BPF program's run by `BPF_PROG_TEST_RUN`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RunOutcome {
+pub struct TestRunOutcome {
     /// Return value of the program.
     pub verdict: i32,
     /// Packet after the program has processed it.
@@ -64,28 +64,28 @@ const MAX_PACKET_GROWTH_BYTES: usize = 256;
 ///
 /// The kernel does not restore the packet between runs. Fails without privileges, when the packet is too short or too
 /// long, or when the program's type does not support test runs.
-pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat_count: u32) -> io::Result<RunOutcome> {
+pub fn run_program(program: BorrowedFd<'_>, packet: &[u8], repeat_count: u32) -> io::Result<TestRunOutcome> {
     run_from_queue(program, packet, repeat_count, None)
 }
 
-/// Runs `program` as [`run`] does, on a packet from the receive queue `queue`. With `None`, the packet is from the
-/// first queue of the loopback device. Fails as [`run`] does, and when the queue does not exist.
+/// Runs `program` as [`run_program`] does, on a packet from the receive queue `queue`. With `None`, the packet is from
+/// the first queue of the loopback device. Fails as [`run_program`] does, and when the queue does not exist.
 pub fn run_from_queue(
     program: BorrowedFd<'_>,
     packet: &[u8],
     repeat: u32,
     queue: Option<ReceiveQueueId>,
-) -> io::Result<RunOutcome> {
+) -> io::Result<TestRunOutcome> {
     let mut output_buffer = vec![0; packet.len() + MAX_PACKET_GROWTH_BYTES];
     let run_options = run_with_context(program, packet, repeat, queue, &mut output_buffer)?;
     output_buffer.truncate(run_options.data_size_out as usize);
     let mean_duration = Duration::from_nanos(run_options.duration.into());
-    Ok(RunOutcome { verdict: run_options.retval as i32, packet: output_buffer, mean_duration })
+    Ok(TestRunOutcome { verdict: run_options.retval as i32, packet: output_buffer, mean_duration })
 }
 
 /// Runs `program` once, without allocating memory, and writes the resulting packet to `output_buffer`. Returns the
-/// program's return value and the length of the resulting packet. Fails as [`run`] does, and when that packet does not
-/// fit into `output_buffer`.
+/// program's return value and the length of the resulting packet. Fails as [`run_program`] does, and when that packet
+/// does not fit into `output_buffer`.
 pub fn run_into_buffer(program: BorrowedFd<'_>, packet: &[u8], output_buffer: &mut [u8]) -> io::Result<(i32, usize)> {
     let run_options = run_with_context(program, packet, 1, None, output_buffer)?;
     Ok((run_options.retval as i32, run_options.data_size_out as usize))
@@ -93,7 +93,7 @@ pub fn run_into_buffer(program: BorrowedFd<'_>, packet: &[u8], output_buffer: &m
 
 /// Runs an XDP program on `frame_count` copies of `frame` and executes its actions (`BPF_F_TEST_XDP_LIVE_FRAMES`). The
 /// kernel reuses frames without restoring them.
-pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frame_count: u32) -> io::Result<()> {
+pub fn run_program_live(program: BorrowedFd<'_>, frame: &[u8], frame_count: u32) -> io::Result<()> {
     let mut run_options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
         data_in: frame.as_ptr().cast(),

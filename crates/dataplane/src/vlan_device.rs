@@ -10,7 +10,7 @@ use nix::net::if_::if_nameindex;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
 use crate::ethtool::{self, ETH_FLAG_RXVLAN};
-use crate::lb::mac_of;
+use crate::lb::interface_mac;
 
 /// Number of the ioctl for VLAN devices (linux/sockios.h).
 const SIOCGIFVLAN: libc::c_ulong = 0x8982;
@@ -94,8 +94,8 @@ pub fn vlan_device_names(interface: &str, vlans: impl IntoIterator<Item = Vlan>)
 }
 
 /// Returns the error message for a VLAN that has no device at `interface`, with the remedy.
-pub fn missing_device_message(interface: &str, vlan: Vlan) -> String {
-    let id = vlan.get();
+pub fn missing_vlan_device_message(interface: &str, vlan: Vlan) -> String {
+    let id = vlan.id_or_zero();
     format!(
         "interface {interface:?} has no device for VLAN {id}: expected one with an address there (ip link add link \
          {interface} name {interface}.{id} type vlan id {id})"
@@ -105,7 +105,7 @@ pub fn missing_device_message(interface: &str, vlan: Vlan) -> String {
 /// Returns an error message if a VLAN device has another MAC address than `interface`. The load balancer does not
 /// forward frames to such an address.
 pub fn mac_mismatch_message(interface: &str, device: &str) -> Option<String> {
-    let read_mac = |name| mac_of(name).ok().flatten();
+    let read_mac = |name| interface_mac(name).ok().flatten();
     let (interface_mac, device_mac) = (read_mac(interface)?, read_mac(device)?);
     (device_mac != interface_mac).then(|| {
         format!(
@@ -141,6 +141,6 @@ mod tests {
         assert_eq!(vlan_device_name("lo", Vlan::UNTAGGED).as_deref(), Some("lo"));
         let some_vlan = Vlan::new(7).unwrap();
         assert_eq!(vlan_device_name("lo", some_vlan), None);
-        assert!(missing_device_message("lo", some_vlan).contains("ip link add link lo name lo.7 type vlan id 7"));
+        assert!(missing_vlan_device_message("lo", some_vlan).contains("ip link add link lo name lo.7 type vlan id 7"));
     }
 }

@@ -3,9 +3,9 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use coreward_dataplane::dispatch::Policy;
+use coreward_dataplane::dispatch::DispatchPolicy;
 
-use crate::config::{Config, DEFAULT_PIN_DIRECTORY, Service};
+use crate::config::{DEFAULT_PIN_DIRECTORY, DispatchConfig, DispatchServiceConfig};
 use crate::{daemon, service, status};
 
 #[derive(Debug, Clone, clap::Args)]
@@ -19,7 +19,7 @@ pub struct DispatchArgs {
     listen: Option<SocketAddr>,
     /// Policy of the service of --listen: random, rr, jsq, jlq or jbsrq
     #[arg(long, default_value = "jsq", requires = "listen", conflicts_with = "config")]
-    policy: Policy,
+    policy: DispatchPolicy,
     /// Pin directory in a BPF file system
     #[arg(long, value_name = "DIRECTORY", conflicts_with = "config")]
     pin_directory: Option<PathBuf>,
@@ -30,12 +30,12 @@ pub struct DispatchArgs {
     #[arg(long, conflicts_with = "detach")]
     status: bool,
     /// Format of the output of --status
-    #[arg(long, value_enum, default_value_t = Format::Text, requires = "status")]
-    format: Format,
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text, requires = "status")]
+    format: OutputFormat,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Format {
+enum OutputFormat {
     /// Text for people
     Text,
     /// One JSON object, for programs
@@ -45,7 +45,7 @@ enum Format {
 /// Runs the command and returns its output, if any. Fails when the configuration file is invalid or the kernel rejects
 /// a program or a map.
 pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
-    let config = args.config()?;
+    let config = args.load_config()?;
     let pin_directory = match &config {
         Some(config) => config.pin_directory.clone(),
         None => args.pin_directory.clone().unwrap_or_else(|| DEFAULT_PIN_DIRECTORY.into()),
@@ -67,11 +67,11 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
         _ if args.status => {
             let service_statuses = status::read_pinned_status(&service_pin_directories)?;
             Ok(Some(match args.format {
-                Format::Json => status::status_json(&service_statuses).to_string(),
-                Format::Text => status::format_status(&service_statuses),
+                OutputFormat::Json => status::status_json(&service_statuses).to_string(),
+                OutputFormat::Text => status::format_status(&service_statuses),
             }))
         }
-        Some(config) => daemon::run(&config).map(|()| None),
+        Some(config) => daemon::run_daemon(&config).map(|()| None),
         None => anyhow::bail!("expected --config FILE or --listen ADDRESS:PORT"),
     }
 }
@@ -79,17 +79,17 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
 impl DispatchArgs {
     /// Returns the configuration from the file or for the one service on the command line, or `None` if neither is
     /// given.
-    fn config(&self) -> anyhow::Result<Option<Config>> {
+    fn load_config(&self) -> anyhow::Result<Option<DispatchConfig>> {
         if let Some(path) = &self.config {
-            return Ok(Some(Config::load(path)?));
+            return Ok(Some(DispatchConfig::load(path)?));
         }
         let Some(listen) = self.listen else { return Ok(None) };
         anyhow::ensure!(listen.port() != 0, "--listen {listen}: expected a port from 1 to 65535");
-        Ok(Some(Config {
+        Ok(Some(DispatchConfig {
             pin_directory: self.pin_directory.clone().unwrap_or_else(|| DEFAULT_PIN_DIRECTORY.into()),
             cgroup: None,
             metrics: None,
-            services: vec![Service::new(listen, self.policy)],
+            services: vec![DispatchServiceConfig::new(listen, self.policy)],
         }))
     }
 }

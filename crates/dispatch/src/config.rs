@@ -8,69 +8,70 @@ use std::time::Duration;
 use coreward_config::serde_json::Value;
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    AbsolutePath, BoundedDuration, BoundedInteger, FromToml, HOUR_NS, LocatedValue, Reader, Spanned, config_file,
+    AbsolutePath, BoundedDuration, BoundedInteger, FromToml, HOUR_NS, LocatedValue, Spanned, TomlReader, config_file,
     config_struct, string_enum,
 };
 use coreward_dataplane::dispatch::{
-    self, MAX_CLASSES, MAX_REQUEST_TYPES, MAX_RESPONSE_TIMEOUT, MAX_WORKERS, Options, POLL_INTERVAL, Policy,
-    RequestType, Timeouts,
+    self, DispatchOptions, DispatchPolicy, MAX_PRIORITY_CLASSES, MAX_REQUEST_TYPES, MAX_RESPONSE_TIMEOUT,
+    MAX_WORKERS_PER_SERVICE, QUEUE_POLL_INTERVAL, RequestTimeouts, RequestType,
 };
-use coreward_model::dispatch::{ClassBounds, RoundedServiceTime};
+use coreward_model::dispatch::{OutstandingBoundsByClass, RoundedServiceTime};
 
 pub const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward/dispatch";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
+pub struct DispatchConfig {
     /// Directory for the pinned programs and maps, in a BPF file system.
     pub pin_directory: PathBuf,
     /// Directory in a cgroup2 file system that contains all workers, or `None` for the file system's root.
     pub cgroup: Option<PathBuf>,
     /// Address at which `coreward dispatch` serves metrics, or `None` if it serves none.
     pub metrics: Option<SocketAddr>,
-    pub services: Vec<Service>,
+    pub services: Vec<DispatchServiceConfig>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Service {
-    pub program_options: Options,
+pub struct DispatchServiceConfig {
+    pub program_options: DispatchOptions,
     /// Timeouts that are checked in user space instead of by the BPF programs.
-    pub user_space_timeouts: Timeouts,
+    pub user_space_timeouts: RequestTimeouts,
     /// Expected service time of each request type, followed by that of all other requests. `None` means that the time
     /// is learned.
     pub expected_service_times: Vec<Option<Duration>>,
-    /// Default bound on a worker's outstanding requests, from which [`Service::class_bounds`] computes the bounds.
+    /// Default bound on a worker's outstanding requests, from which [`DispatchServiceConfig::class_bounds`] computes
+    /// the bounds.
     default_class_bound: u32,
     reserved_worker_count: u16,
     reserved_worker_bound: u32,
-    class_count: u8,
+    priority_class_count: u8,
 }
 
-impl Service {
-    pub fn new(listen: SocketAddr, policy: Policy) -> Self {
+impl DispatchServiceConfig {
+    pub fn new(listen: SocketAddr, policy: DispatchPolicy) -> Self {
         Self {
-            program_options: Options {
+            program_options: DispatchOptions {
                 service_address: listen,
                 policy,
                 request_id_position: None,
                 type_offset: 0,
                 request_types: Vec::new(),
                 default_priority_class: 0,
-                measures_service_times: policy == Policy::LightestQueue,
+                measures_service_times: policy == DispatchPolicy::LightestQueue,
             },
-            user_space_timeouts: Timeouts::default(),
+            user_space_timeouts: RequestTimeouts::default(),
             expected_service_times: vec![None],
             default_class_bound: DEFAULT_CLASS_BOUND,
             reserved_worker_count: DEFAULT_RESERVED_WORKERS,
             reserved_worker_bound: 0,
-            class_count: 1,
+            priority_class_count: 1,
         }
     }
 
     /// Returns the bounds on a worker's outstanding requests for each class, in a service with this number of workers.
-    pub fn class_bounds(&self, worker_count: u16) -> ClassBounds {
-        ClassBounds::with_reserved_cores(
+    pub fn class_bounds(&self, worker_count: u16) -> OutstandingBoundsByClass {
+        OutstandingBoundsByClass::with_reserved_cores(
             worker_count,
-            self.class_count,
+            self.priority_class_count,
             self.reserved_worker_count,
             self.default_class_bound,
             self.reserved_worker_bound,
@@ -85,7 +86,7 @@ const DEFAULT_RESERVED_WORKERS: u16 = 1;
 
 config_struct! {
     /// The configuration before its checks, from the file of `coreward dispatch` or a table in another daemon's file.
-    pub struct UncheckedConfig {
+    pub struct UncheckedDispatchConfig {
         /// Directory for the pinned programs and maps, in a BPF file system.
         pin_directory: Option<AbsolutePath>,
         /// A directory of a cgroup2 file system in or below which all workers are; without it the file system's root.
@@ -93,24 +94,25 @@ config_struct! {
         /// Address and port of the metrics for Prometheus; without it none are served.
         metrics: Option<Spanned<SocketAddr>>,
         /// Services whose requests are dispatched to workers.
-        services as "service": Spanned<Vec<ServiceTable>>,
+        services as "service": Spanned<Vec<DispatchServiceTable>>,
     }
 }
 
 /// Minimum response timeout in ns. A shorter one would have no effect, because timeouts are checked once per poll
 /// interval.
-const MIN_RESPONSE_TIMEOUT_NS: u64 = POLL_INTERVAL.as_nanos() as u64;
+const MIN_RESPONSE_TIMEOUT_NS: u64 = QUEUE_POLL_INTERVAL.as_nanos() as u64;
 
 config_struct! {
-    struct ServiceTable {
+    struct DispatchServiceTable {
         /// Address and port that the sockets are bound to.
         listen: LocatedValue<SocketAddr>,
         /// Policy that selects the worker.
-        policy: PolicyName = PolicyName(Policy::ShortestQueue),
+        policy: DispatchPolicyName = DispatchPolicyName(DispatchPolicy::ShortestQueue),
         /// Number of outstanding requests up to which a worker is preferred.
         bound: BoundedInteger<1, 65535> = BoundedInteger(DEFAULT_CLASS_BOUND.into()),
         /// Number of workers that are reserved for class 0.
-        reserved: BoundedInteger<0, { MAX_WORKERS as u64 - 1 }> = BoundedInteger(DEFAULT_RESERVED_WORKERS.into()),
+        reserved: BoundedInteger<0, { MAX_WORKERS_PER_SERVICE as u64 - 1 }> =
+            BoundedInteger(DEFAULT_RESERVED_WORKERS.into()),
         /// Number of outstanding requests up to which a reserved worker accepts other classes.
         reserved_bound: BoundedInteger<0, 65535> = BoundedInteger(0),
         /// Age at which a request that has left the queue without a response is given up.
@@ -145,7 +147,7 @@ config_struct! {
 }
 
 type ExpectedServiceTime = BoundedDuration<1, { RoundedServiceTime::MAX.as_nanos() as u64 }>;
-type ClassNumber = BoundedInteger<0, { MAX_CLASSES as u64 - 1 }>;
+type PriorityClassNumber = BoundedInteger<0, { MAX_PRIORITY_CLASSES as u64 - 1 }>;
 
 config_struct! {
     #[derive(Default)]
@@ -153,7 +155,7 @@ config_struct! {
         /// Expected service time; without it, the service time is learned.
         expected: Option<ExpectedServiceTime>,
         /// Priority class; 0 is the highest.
-        class: Option<ClassNumber>,
+        class: Option<PriorityClassNumber>,
     }
 }
 
@@ -166,39 +168,43 @@ config_struct! {
         /// Expected service time; without it, the service time is learned.
         expected: Option<ExpectedServiceTime>,
         /// Priority class; 0 is the highest.
-        class: ClassNumber = BoundedInteger(0),
+        class: PriorityClassNumber = BoundedInteger(0),
     }
 }
 
-struct PolicyName(Policy);
+struct DispatchPolicyName(DispatchPolicy);
 
-string_enum!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_owned(), PolicyName(policy))));
+string_enum!(
+    DispatchPolicyName,
+    "policy",
+    DispatchPolicy::all().map(|policy| (policy.name().to_owned(), DispatchPolicyName(policy)))
+);
 
-config_file!(Config, |table: UncheckedConfig, reader| Some(table.check(reader)));
+config_file!(DispatchConfig, |table: UncheckedDispatchConfig, reader| Some(table.check(reader)));
 
 /// Decodes a `[dispatch]` table in another daemon's configuration file.
-impl FromToml for Config {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        let table = UncheckedConfig::read(value, reader)?;
+impl FromToml for DispatchConfig {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
+        let table = UncheckedDispatchConfig::read(value, reader)?;
         Some(reader.check_value(|reader| table.check_embedded(reader)))
     }
 
-    fn expected() -> String {
-        UncheckedConfig::expected()
+    fn describe_valid_values() -> String {
+        UncheckedDispatchConfig::describe_valid_values()
     }
 
     fn schema() -> Value {
-        UncheckedConfig::schema()
+        UncheckedDispatchConfig::schema()
     }
 }
 
-impl UncheckedConfig {
+impl UncheckedDispatchConfig {
     /// Checks a `[dispatch]` table in another daemon's file. It must not have `metrics`, because the other daemon
     /// serves them.
-    fn check_embedded(self, reader: &mut Reader<'_>) -> Config {
+    fn check_embedded(self, reader: &mut TomlReader<'_>) -> DispatchConfig {
         if let Some(metrics) = &self.metrics {
             let metrics_address = metrics.get_ref();
-            reader.report(
+            reader.report_mistake(
                 metrics.span(),
                 format!("{metrics_address}: expected `metrics` outside of this table: the daemon serves all"),
             );
@@ -207,37 +213,38 @@ impl UncheckedConfig {
     }
 
     /// Checks the configuration, and adds mistakes to the reader's list.
-    pub fn check(self, reader: &mut Reader<'_>) -> Config {
-        let mut services: Vec<Service> = Vec::new();
+    pub fn check(self, reader: &mut TomlReader<'_>) -> DispatchConfig {
+        let mut services: Vec<DispatchServiceConfig> = Vec::new();
         let services_span = self.services.span();
         for table in self.services.into_inner() {
             let listen_span = table.listen.span.clone();
             let Some(service) = table.check(reader) else { continue };
             let listen_address = service.program_options.service_address;
             if services.iter().any(|service| service.program_options.service_address == listen_address) {
-                reader.report(listen_span, format!("{listen_address} is listed twice: expected each once"));
+                reader.report_mistake(listen_span, format!("{listen_address} is listed twice: expected each once"));
             }
             services.push(service);
         }
         if services.is_empty() && !reader.has_diagnostics() {
-            reader.report(services_span, "no service: expected at least one [[service]]");
+            reader.report_mistake(services_span, "no service: expected at least one [[service]]");
         }
         let pin_directory = self.pin_directory.map_or_else(|| DEFAULT_PIN_DIRECTORY.into(), |path| path.0);
         let metrics_address = self.metrics.map(|address| *address.get_ref());
-        Config { pin_directory, cgroup: self.cgroup, metrics: metrics_address, services }
+        DispatchConfig { pin_directory, cgroup: self.cgroup, metrics: metrics_address, services }
     }
 }
 
-impl ServiceTable {
-    fn check(self, reader: &mut Reader<'_>) -> Option<Service> {
+impl DispatchServiceTable {
+    fn check(self, reader: &mut TomlReader<'_>) -> Option<DispatchServiceConfig> {
         let listen_address = self.listen.value;
         if listen_address.is_some_and(|listen| listen.port() == 0) {
             let message = format!("{}: expected a port from 1 to 65535", listen_address?);
-            reader.report(self.listen.span.clone(), message);
+            reader.report_mistake(self.listen.span.clone(), message);
         }
         // Without an address there is no service. The check goes on with another address, because the types may have
         // mistakes, too.
-        let mut service = Service::new(listen_address.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
+        let mut service =
+            DispatchServiceConfig::new(listen_address.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
         service.default_class_bound = self.bound.0 as u32;
         service.reserved_worker_count = self.reserved.0 as u16;
         service.reserved_worker_bound = self.reserved_bound.0 as u32;
@@ -256,10 +263,10 @@ impl ServiceTable {
         listen_address.map(|_| service)
     }
 
-    fn add_request_types(&self, service: &mut Service, reader: &mut Reader<'_>) {
+    fn add_request_types(&self, service: &mut DispatchServiceConfig, reader: &mut TomlReader<'_>) {
         if let Some(first_excess_type) = self.types.get(MAX_REQUEST_TYPES) {
             let message = format!("{} types: expected at most {MAX_REQUEST_TYPES}", self.types.len());
-            reader.report(first_excess_type.span(), message);
+            reader.report_mistake(first_excess_type.span(), message);
         }
         service.program_options.type_offset = self.type_field.as_ref().map_or(0, |field| field.offset.0 as u16);
         service.expected_service_times.clear();
@@ -268,8 +275,8 @@ impl ServiceTable {
             let value_and_mask = match_value_and_mask(request_type, self.type_field.as_ref());
             let Some((value, mask)) = reader.ok_or_report(value_and_mask, spanned_type.span()) else { continue };
             service.program_options.request_types.push(RequestType {
-                value,
-                mask,
+                payload_value: value,
+                payload_mask: mask,
                 priority_class: request_type.class.0 as u8,
             });
             service.expected_service_times.push(request_type.expected.map(|BoundedDuration(time)| time));
@@ -285,20 +292,21 @@ impl ServiceTable {
         service.program_options.default_priority_class =
             self.other.class.map_or(lowest_priority_class, |class| class.0 as u8);
         service.expected_service_times.push(self.other.expected.map(|BoundedDuration(time)| time));
-        service.class_count = lowest_priority_class.max(service.program_options.default_priority_class) + 1;
-        service.program_options.measures_service_times = service.program_options.policy == Policy::LightestQueue
+        service.priority_class_count = lowest_priority_class.max(service.program_options.default_priority_class) + 1;
+        service.program_options.measures_service_times = service.program_options.policy
+            == DispatchPolicy::LightestQueue
             && service.expected_service_times.iter().any(Option::is_none);
     }
 }
 
-type FieldBytes = [u8; 8];
+type PayloadFieldBytes = [u8; 8];
 
 /// Returns the bytes that identify a request type, and the mask of the bits that must match.
 fn match_value_and_mask(
     request_type: &RequestTypeTable,
     type_field: Option<&PayloadFieldTable>,
-) -> Result<(FieldBytes, FieldBytes), String> {
-    let (mut value, mut mask) = (FieldBytes::default(), FieldBytes::default());
+) -> Result<(PayloadFieldBytes, PayloadFieldBytes), String> {
+    let (mut value, mut mask) = (PayloadFieldBytes::default(), PayloadFieldBytes::default());
     match (request_type.value, &request_type.prefix, type_field) {
         (Some(number), None, Some(field)) => {
             let field_length = field.bytes.0 as usize;
@@ -333,21 +341,24 @@ fn match_value_and_mask(
 mod tests {
     use std::path::Path;
 
-    use coreward_config::Source;
+    use coreward_config::TomlSource;
 
     use super::*;
 
-    fn parse(text: &str) -> Result<Config, String> {
-        Config::parse(&Source::from_text("dispatch.toml", text)).map_err(|mistakes| mistakes.to_string())
+    fn parse_dispatch_config(text: &str) -> Result<DispatchConfig, String> {
+        DispatchConfig::parse(&TomlSource::from_text("dispatch.toml", text)).map_err(|mistakes| mistakes.to_string())
     }
 
     const DNS_SERVICE_CONFIG: &str = "[[service]]\nlisten = \"0.0.0.0:53\"\n";
 
     #[test]
     fn listen_address_alone_is_a_valid_configuration() {
-        let config = parse(DNS_SERVICE_CONFIG).unwrap();
+        let config = parse_dispatch_config(DNS_SERVICE_CONFIG).unwrap();
         assert_eq!(config.pin_directory, Path::new(DEFAULT_PIN_DIRECTORY));
-        assert_eq!(config.services, [Service::new("0.0.0.0:53".parse().unwrap(), Policy::ShortestQueue)]);
+        assert_eq!(
+            config.services,
+            [DispatchServiceConfig::new("0.0.0.0:53".parse().unwrap(), DispatchPolicy::ShortestQueue)]
+        );
         assert_eq!(config.services[0].class_bounds(3).bounds_for_class(0), [4, 4, 4]);
     }
 
@@ -375,19 +386,19 @@ class = 1
 
     #[test]
     fn request_types_match_numbers_and_prefixes() {
-        let config = parse(TYPED_SERVICES_CONFIG).unwrap();
+        let config = parse_dispatch_config(TYPED_SERVICES_CONFIG).unwrap();
         let [first, second] = &config.services[..] else { panic!("{config:?}") };
         assert_eq!((first.program_options.type_offset, first.program_options.measures_service_times), (3, false));
-        assert_eq!(first.program_options.request_types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(first.program_options.request_types[0].mask, [255, 255, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(first.program_options.request_types[0].payload_value, [1, 2, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(first.program_options.request_types[0].payload_mask, [255, 255, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.expected_service_times, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
         let id = dispatch::RequestIdPosition { request_offset: 0, response_offset: 4, byte_count: 2 };
         assert_eq!(first.program_options.request_id_position, Some(id));
-        assert_eq!(&second.program_options.request_types[0].value, b"get \0\0\0\0");
+        assert_eq!(&second.program_options.request_types[0].payload_value, b"get \0\0\0\0");
         assert_eq!(
             (
                 second.program_options.default_priority_class,
-                second.class_count,
+                second.priority_class_count,
                 second.program_options.measures_service_times
             ),
             (1, 2, false)
@@ -400,7 +411,8 @@ class = 1
 
     #[test]
     fn error_messages_name_line_key_and_expected_value() {
-        let error_of_config = |extra_lines: &str| parse(&format!("{DNS_SERVICE_CONFIG}{extra_lines}\n")).unwrap_err();
+        let error_of_config =
+            |extra_lines: &str| parse_dispatch_config(&format!("{DNS_SERVICE_CONFIG}{extra_lines}\n")).unwrap_err();
         assert_eq!(
             error_of_config("policy = \"jsk\""),
             "dispatch.toml:3:10: key `service.policy`: policy \"jsk\" is not known: expected \"random\", \"rr\", \
@@ -435,7 +447,7 @@ class = 1
         );
         let class_error = error_of_config("[[service.type]]\nprefix = \"a\"\nclass = 4");
         assert!(class_error.ends_with("4: expected a whole number from 0 to 3"), "{class_error}");
-        assert!(parse("service = []\n").unwrap_err().contains("expected at least one [[service]]"));
+        assert!(parse_dispatch_config("service = []\n").unwrap_err().contains("expected at least one [[service]]"));
         assert!(error_of_config("liste = 1").contains("key `service.liste`: is not known: expected one of `listen`"));
     }
 
@@ -443,7 +455,7 @@ class = 1
     fn all_mistakes_are_reported_at_once() {
         let invalid_config =
             "[[service]]\npolicy = \"x\"\n[[service.type]]\n[[service]]\nlisten = \"0.0.0.0:0\"\nbound = 0\n";
-        let mistakes = parse(invalid_config).unwrap_err();
+        let mistakes = parse_dispatch_config(invalid_config).unwrap_err();
         let mistake_positions: Vec<&str> = mistakes.lines().map(|line| line.split(": ").next().unwrap()).collect();
         assert_eq!(
             mistake_positions,

@@ -7,22 +7,22 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use coreward_daemon::metrics_endpoint;
 use coreward_metrics::component;
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_metrics::table::Component;
 use coreward_wire::v1;
 
-use crate::config::Config;
-use crate::dispatcher::Dispatcher;
+use crate::config::DispatchConfig;
+use crate::dispatcher::DispatcherHandle;
 use crate::{service, status};
 
 /// Interval between checks that the services' maintenance thread is running.
 const THREAD_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs the dispatcher until SIGTERM or SIGINT. Afterwards, the pinned BPF programs continue to dispatch requests.
-pub fn run(config: &Config) -> anyhow::Result<()> {
+pub fn run_daemon(config: &DispatchConfig) -> anyhow::Result<()> {
     let (stop_sender, stop_receiver) = channel();
     ctrlc::set_handler(move || _ = stop_sender.send(())).context("cannot handle SIGTERM and SIGINT")?;
-    let dispatcher = Dispatcher::start(config)?;
+    let dispatcher = DispatcherHandle::start(config)?;
     let service_pin_directories: Vec<PathBuf> = config
         .services
         .iter()
@@ -30,7 +30,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
             service::service_pin_directory(&config.pin_directory, service_config.program_options.service_address)
         })
         .collect();
-    metrics_endpoint::serve(config.metrics, || (), move || metrics_snapshot(&service_pin_directories))?;
+    metrics_endpoint::serve_metrics(config.metrics, || (), move || metrics_snapshot(&service_pin_directories))?;
     while stop_receiver.recv_timeout(THREAD_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         ensure!(dispatcher.is_running(), "the thread that maintains the services has ended");
     }
@@ -42,8 +42,8 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
 }
 
 /// Returns the BPF programs' counters. Reads them from the services' pins, so that no thread waits for another.
-fn metrics_snapshot(pin_directories: &[PathBuf]) -> Snapshot {
-    let mut snapshot = component::base_snapshot(Component::Dispatch);
+fn metrics_snapshot(pin_directories: &[PathBuf]) -> MetricsSnapshot {
+    let mut snapshot = component::base_metrics_snapshot(Component::Dispatch);
     match status::read_pinned_status(pin_directories) {
         Ok(services) => {
             let dispatched_services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();

@@ -8,35 +8,35 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use anyhow::{Context as _, anyhow};
-use coreward_dataplane::dispatch::{POLL_INTERVAL, cgroup2_mount_point};
+use coreward_dataplane::dispatch::{QUEUE_POLL_INTERVAL, cgroup2_mount_point};
 use parking_lot::Mutex;
 
-use crate::config::Config;
+use crate::config::DispatchConfig;
 use crate::service::{self, DispatchedService};
-use crate::status::ServiceStatus;
+use crate::status::DispatchServiceStatus;
 
 /// Handle of the maintenance thread. The thread ends when the handle is dropped, but requests are still dispatched.
 #[derive(Debug)]
-pub struct Dispatcher {
+pub struct DispatcherHandle {
     /// Sender of new configurations to the thread. It is `None` only while the handle is dropped.
-    config_change_sender: Option<Sender<ConfigChange>>,
+    config_change_sender: Option<Sender<DispatchConfigChange>>,
     shared_state: Arc<Mutex<DispatchState>>,
     maintenance_thread: Option<JoinHandle<()>>,
 }
 
 /// New configuration, and the sender for the result of its application.
-type ConfigChange = (Config, Sender<anyhow::Result<()>>);
+type DispatchConfigChange = (DispatchConfig, Sender<anyhow::Result<()>>);
 
 /// State of the dispatched services when they were last polled.
 #[derive(Debug, Clone, Default)]
 pub struct DispatchState {
-    pub service_statuses: Vec<ServiceStatus>,
+    pub service_statuses: Vec<DispatchServiceStatus>,
     pub warnings: Vec<String>,
 }
 
-impl Dispatcher {
+impl DispatcherHandle {
     /// Loads the services' BPF programs or takes over running ones, in the calling thread's network namespace.
-    pub fn start(config: &Config) -> anyhow::Result<Self> {
+    pub fn start(config: &DispatchConfig) -> anyhow::Result<Self> {
         let mut services = MaintainedServices::start(config)?;
         let (config_change_sender, config_change_receiver) = channel();
         let shared_state = Arc::new(Mutex::new(DispatchState::default()));
@@ -55,7 +55,7 @@ impl Dispatcher {
 
     /// Replaces the services. For removed services, the kernel selects the socket again. Others continue without
     /// interruption. Fails when the kernel rejects a service's program, and then this service stays unchanged.
-    pub fn replace_config(&self, config: Config) -> anyhow::Result<()> {
+    pub fn replace_config(&self, config: DispatchConfig) -> anyhow::Result<()> {
         let (result_sender, result_receiver) = channel();
         let thread_ended_error = || anyhow!("the thread that maintains the services has ended: expected a restart");
         self.config_change_sender
@@ -77,8 +77,8 @@ impl Dispatcher {
 
 /// Stops dispatching for these services, so that the kernel selects workers again. Fails when a service's programs or
 /// pins cannot be removed.
-pub fn detach(config: &Config) -> anyhow::Result<()> {
-    let to_pin_directory = |service_config: &crate::config::Service| {
+pub fn detach_services(config: &DispatchConfig) -> anyhow::Result<()> {
+    let to_pin_directory = |service_config: &crate::config::DispatchServiceConfig| {
         service::service_pin_directory(&config.pin_directory, service_config.program_options.service_address)
     };
     config.services.iter().try_for_each(|service_config| service::end_dispatch(&to_pin_directory(service_config)))?;
@@ -87,7 +87,7 @@ pub fn detach(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-impl Drop for Dispatcher {
+impl Drop for DispatcherHandle {
     fn drop(&mut self) {
         self.config_change_sender = None;
         if self.maintenance_thread.take().is_some_and(|thread| thread.join().is_err()) {
@@ -106,7 +106,7 @@ struct MaintainedServices {
 }
 
 impl MaintainedServices {
-    fn start(config: &Config) -> anyhow::Result<Self> {
+    fn start(config: &DispatchConfig) -> anyhow::Result<Self> {
         let mut maintained_services = Self { pin_directory: config.pin_directory.clone(), services: Vec::new() };
         maintained_services.replace_services(config)?;
         Ok(maintained_services)
@@ -114,7 +114,7 @@ impl MaintainedServices {
 
     fn run_maintenance_loop(
         &mut self,
-        config_change_receiver: &Receiver<ConfigChange>,
+        config_change_receiver: &Receiver<DispatchConfigChange>,
         shared_state: &Mutex<DispatchState>,
     ) {
         let mut next_poll_at = Instant::now();
@@ -122,7 +122,7 @@ impl MaintainedServices {
             self.services.iter_mut().for_each(DispatchedService::poll);
             *shared_state.lock() = self.current_state();
             // Missed polls are skipped, because a burst of polls would make requests seem older than they are.
-            next_poll_at = (next_poll_at + POLL_INTERVAL).max(Instant::now());
+            next_poll_at = (next_poll_at + QUEUE_POLL_INTERVAL).max(Instant::now());
             match config_change_receiver.recv_timeout(next_poll_at.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
@@ -137,11 +137,11 @@ impl MaintainedServices {
     fn current_state(&self) -> DispatchState {
         DispatchState {
             service_statuses: self.services.iter().map(DispatchedService::status).collect(),
-            warnings: self.services.iter().filter_map(DispatchedService::warning).collect(),
+            warnings: self.services.iter().filter_map(DispatchedService::current_warning).collect(),
         }
     }
 
-    fn replace_services(&mut self, config: &Config) -> anyhow::Result<()> {
+    fn replace_services(&mut self, config: &DispatchConfig) -> anyhow::Result<()> {
         let cgroup = config.cgroup.clone().map_or_else(cgroup2_mount_point, Ok)?;
         let is_kept = |service: &DispatchedService| {
             config.pin_directory == self.pin_directory

@@ -14,7 +14,7 @@ use coreward_dataplane::sockets::SocketInode;
 use coreward_model::dispatch::LearnedServiceTime;
 
 use crate::config;
-use crate::status::ServiceStatus;
+use crate::status::DispatchServiceStatus;
 
 /// Interval between searches for new workers, unless a worker has died recently.
 const WORKER_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
@@ -22,7 +22,7 @@ const WORKER_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Service whose requests are dispatched to workers. Requests are still dispatched after this value is dropped.
 #[derive(Debug)]
 pub struct DispatchedService {
-    service_config: config::Service,
+    service_config: config::DispatchServiceConfig,
     dispatch_programs: DispatchPrograms,
     started_at: Instant,
     last_worker_search_at: Option<Instant>,
@@ -37,7 +37,7 @@ pub struct DispatchedService {
 
 impl DispatchedService {
     /// Loads the service's BPF programs or takes over running ones.
-    pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
+    pub fn start(config: &config::DispatchServiceConfig, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
         let listen_address = config.program_options.service_address;
         let dispatch_programs = DispatchPrograms::load(
             &service_pin_directory(pin_directory, listen_address),
@@ -58,7 +58,7 @@ impl DispatchedService {
             "the dispatcher selects a worker for each request of the service"
         );
         let last_observed_service_times =
-            dispatch_programs.ledger().observed_service_times(learned_service_times.len());
+            dispatch_programs.ledger().service_time_sums_and_counts(learned_service_times.len());
         let service = Self {
             service_config: config.clone(),
             dispatch_programs,
@@ -74,7 +74,7 @@ impl DispatchedService {
         Ok(service)
     }
 
-    /// Performs the service's periodic maintenance. Called once per [`dispatch::POLL_INTERVAL`].
+    /// Performs the service's periodic maintenance. Called once per [`dispatch::QUEUE_POLL_INTERVAL`].
     pub fn poll(&mut self) {
         let poll_result = self
             .dispatch_programs
@@ -107,11 +107,11 @@ impl DispatchedService {
         self.service_config.program_options.service_address
     }
 
-    pub fn status(&self) -> ServiceStatus {
-        ServiceStatus::from(self.dispatch_programs.ledger())
+    pub fn status(&self) -> DispatchServiceStatus {
+        DispatchServiceStatus::from(self.dispatch_programs.ledger())
     }
 
-    pub fn warning(&self) -> Option<String> {
+    pub fn current_warning(&self) -> Option<String> {
         self.last_warning.as_ref().map(|warning| format!("dispatch of {}: {warning}", self.listen_address()))
     }
 
@@ -130,7 +130,7 @@ impl DispatchedService {
 
     fn learn_service_times(&mut self) {
         let observed_service_times =
-            self.dispatch_programs.ledger().observed_service_times(self.learned_service_times.len());
+            self.dispatch_programs.ledger().service_time_sums_and_counts(self.learned_service_times.len());
         let expected_service_times = self.service_config.expected_service_times.iter();
         for (((learned_time, previous_observation), new_observation), expected_time) in self
             .learned_service_times
@@ -153,7 +153,7 @@ impl DispatchedService {
 
     fn write_expected_service_times(&self) {
         let known_service_times: Vec<Duration> =
-            self.learned_service_times.iter().filter_map(|learned_time| learned_time.expected_time()).collect();
+            self.learned_service_times.iter().filter_map(|learned_time| learned_time.expected_service_time()).collect();
         // A request type that has had no response yet gets the mean of the other types.
         let mean_service_time = known_service_times
             .iter()
@@ -163,7 +163,7 @@ impl DispatchedService {
         let expected_service_times: Vec<Duration> = self
             .learned_service_times
             .iter()
-            .map(|learned_time| learned_time.expected_time().unwrap_or(mean_service_time))
+            .map(|learned_time| learned_time.expected_service_time().unwrap_or(mean_service_time))
             .collect();
         self.dispatch_programs.set_expected_service_times(&expected_service_times);
     }
@@ -236,7 +236,7 @@ fn find_socket_readers(socket_inodes: &BTreeSet<SocketInode>) -> anyhow::Result<
         socket_readers.extend(listeners::find_owning_processes(&inodes_without_waiter)?);
     }
     // The readers are in the order in which the workers started.
-    socket_readers.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));
+    socket_readers.sort_by_key(|listener| (listener.descriptor_number, listener.pid, listener.inode));
     Ok(socket_readers)
 }
 
@@ -244,7 +244,7 @@ fn find_socket_readers(socket_inodes: &BTreeSet<SocketInode>) -> anyhow::Result<
 /// removed.
 pub fn end_dispatch(pin_directory: &Path) -> anyhow::Result<()> {
     if let Ok(ledger) = dispatch::open_pinned_ledger(pin_directory) {
-        let listen_address = ledger.service_and_policy().0;
+        let listen_address = ledger.service_address_and_policy_name().0;
         // If all sockets are closed, the kernel has already detached the program.
         for listener in find_socket_readers(&listeners::udp_socket_inodes(listen_address)?)? {
             if let Err(error) = listeners::duplicate_process_socket(&listener)
@@ -288,8 +288,8 @@ mod tests {
 
     #[test]
     fn pin_directory_names_have_no_dots() {
-        let pin_directory = |listen: &str| service_pin_directory(Path::new("/d"), listen.parse().unwrap());
-        assert_eq!(pin_directory("10.0.0.1:53"), Path::new("/d/10_0_0_1_53"));
-        assert_eq!(pin_directory("[::]:53"), Path::new("/d/___53"));
+        let format_pin_directory = |listen: &str| service_pin_directory(Path::new("/d"), listen.parse().unwrap());
+        assert_eq!(format_pin_directory("10.0.0.1:53"), Path::new("/d/10_0_0_1_53"));
+        assert_eq!(format_pin_directory("[::]:53"), Path::new("/d/___53"));
     }
 }

@@ -5,25 +5,25 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use coreward_dataplane::dispatch::{self, COUNTER_NAMES, POLL_INTERVAL, RequestLedger, WorkerCounts};
+use coreward_dataplane::dispatch::{self, COUNTER_NAMES, QUEUE_POLL_INTERVAL, RequestLedger, WorkerRequestCounts};
 use coreward_wire::v1;
 use serde_json::{Value, json};
 
 /// Time since the last poll after which the status shows a warning.
-const MAX_POLL_DELAY: Duration = POLL_INTERVAL.saturating_mul(20);
+const MAX_POLL_DELAY: Duration = QUEUE_POLL_INTERVAL.saturating_mul(20);
 
 #[derive(Debug, Clone)]
-pub struct ServiceStatus {
+pub struct DispatchServiceStatus {
     pub listen_address: SocketAddr,
     pub policy: &'static str,
     pub time_since_last_poll: Duration,
-    pub worker_counts: Vec<WorkerCounts>,
+    pub worker_counts: Vec<WorkerRequestCounts>,
     pub counters: Vec<(&'static str, u64)>,
 }
 
-impl From<&RequestLedger> for ServiceStatus {
+impl From<&RequestLedger> for DispatchServiceStatus {
     fn from(ledger: &RequestLedger) -> Self {
-        let (listen_address, policy) = ledger.service_and_policy();
+        let (listen_address, policy) = ledger.service_address_and_policy_name();
         Self {
             listen_address,
             policy,
@@ -34,8 +34,8 @@ impl From<&RequestLedger> for ServiceStatus {
     }
 }
 
-impl From<ServiceStatus> for v1::DispatchedService {
-    fn from(status: ServiceStatus) -> Self {
+impl From<DispatchServiceStatus> for v1::DispatchedService {
+    fn from(status: DispatchServiceStatus) -> Self {
         Self {
             listen: status.listen_address.to_string(),
             policy: status.policy.to_owned(),
@@ -45,7 +45,7 @@ impl From<ServiceStatus> for v1::DispatchedService {
     }
 }
 
-fn to_worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
+fn to_worker_message(counts: &WorkerRequestCounts) -> v1::DispatchedWorker {
     v1::DispatchedWorker {
         worker: counts.socket_slot,
         pid: counts.worker_pid,
@@ -61,11 +61,14 @@ fn to_worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
 }
 
 /// Returns the status of each service that is pinned in one of these directories. Fails when one cannot be read.
-pub fn read_pinned_status(pin_directories: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
-    pin_directories.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::open_pinned_ledger(directory)?))).collect()
+pub fn read_pinned_status(pin_directories: &[PathBuf]) -> anyhow::Result<Vec<DispatchServiceStatus>> {
+    pin_directories
+        .iter()
+        .map(|directory| Ok(DispatchServiceStatus::from(&dispatch::open_pinned_ledger(directory)?)))
+        .collect()
 }
 
-pub fn format_status(services: &[ServiceStatus]) -> String {
+pub fn format_status(services: &[DispatchServiceStatus]) -> String {
     let mut text = String::new();
     if services.is_empty() {
         text.push_str("no service is dispatched\n");
@@ -87,7 +90,7 @@ pub fn format_status(services: &[ServiceStatus]) -> String {
     text
 }
 
-fn worker_table(workers: &[WorkerCounts]) -> comfy_table::Table {
+fn worker_table(workers: &[WorkerRequestCounts]) -> comfy_table::Table {
     let mut worker_table = comfy_table::Table::new();
     worker_table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header([
         "worker",
@@ -118,11 +121,11 @@ fn worker_table(workers: &[WorkerCounts]) -> comfy_table::Table {
     worker_table
 }
 
-pub fn status_json(services: &[ServiceStatus]) -> Value {
+pub fn status_json(services: &[DispatchServiceStatus]) -> Value {
     json!({ "services": services.iter().map(service_json).collect::<Vec<_>>() })
 }
 
-fn service_json(service: &ServiceStatus) -> Value {
+fn service_json(service: &DispatchServiceStatus) -> Value {
     let counters_by_name: serde_json::Map<String, Value> =
         service.counters.iter().map(|(name, count)| ((*name).to_owned(), json!(count))).collect();
     json!({
@@ -134,7 +137,7 @@ fn service_json(service: &ServiceStatus) -> Value {
     })
 }
 
-fn worker_json(worker: &WorkerCounts) -> Value {
+fn worker_json(worker: &WorkerRequestCounts) -> Value {
     json!({
         "worker": worker.socket_slot,
         "pid": worker.worker_pid,

@@ -8,9 +8,9 @@ use anyhow::Context as _;
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 
-use crate::facts::Role;
-use crate::finding::Severity;
-use crate::gather::{CliOptions, gather};
+use crate::facts::MachineRole;
+use crate::finding::FindingSeverity;
+use crate::gather::{DoctorOptions, gather_facts};
 use crate::{checks, fix, report};
 
 /// Options of `coreward doctor`.
@@ -24,7 +24,7 @@ pub struct DoctorArgs {
     interface: Option<String>,
     /// Role of the machine
     #[arg(long, value_enum)]
-    role: Option<Role>,
+    role: Option<MachineRole>,
     /// Address of the controller: `listen` in its configuration file
     #[arg(long, value_name = "ADDRESS:PORT")]
     controller: Option<SocketAddr>,
@@ -38,12 +38,12 @@ pub struct DoctorArgs {
     #[arg(long, conflicts_with_all = ["config", "fix"])]
     list: bool,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    format: Format,
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
+    format: OutputFormat,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Format {
+enum OutputFormat {
     /// Text for people
     Text,
     /// One JSON object, for programs
@@ -72,36 +72,36 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     if args.list {
         return Ok((list_checks(args.format), true));
     }
-    let options = CliOptions {
+    let options = DoctorOptions {
         config_file: args.config.clone(),
         interface_override: args.interface.clone(),
         role: args.role,
         controller_override: args.controller,
         additional_services: args.services.iter().map(|service| service.0).collect(),
     };
-    let mut facts = gather(&options)?;
+    let mut facts = gather_facts(&options)?;
     let mut findings = checks::run_all_checks(&facts);
     let mut executed_repairs = Vec::new();
     if args.fix {
         executed_repairs = fix::apply_fixes(&findings);
         if !executed_repairs.is_empty() {
-            facts = gather(&options)?;
+            facts = gather_facts(&options)?;
             findings = checks::run_all_checks(&facts);
         }
     }
-    let is_free_of_faults = findings.iter().all(|(_, finding)| finding.severity < Severity::Fault);
+    let is_free_of_faults = findings.iter().all(|(_, finding)| finding.severity < FindingSeverity::Fault);
     let text = match args.format {
-        Format::Text => report::format_text(&facts, &findings, &executed_repairs),
-        Format::Json => format!("{:#}", report::format_json(&facts, &findings, &executed_repairs)),
+        OutputFormat::Text => report::format_text(&facts, &findings, &executed_repairs),
+        OutputFormat::Json => format!("{:#}", report::format_json(&facts, &findings, &executed_repairs)),
     };
     Ok((text, is_free_of_faults))
 }
 
-fn list_checks(format: Format) -> String {
+fn list_checks(format: OutputFormat) -> String {
     match format {
-        Format::Text => checks::CHECKS.iter().map(report::describe_check).collect::<Vec<_>>().join("\n"),
-        Format::Json => {
-            format!("{:#}", checks::CHECKS.iter().map(report::check_to_json).collect::<serde_json::Value>())
+        OutputFormat::Text => checks::DOCTOR_CHECKS.iter().map(report::describe_check).collect::<Vec<_>>().join("\n"),
+        OutputFormat::Json => {
+            format!("{:#}", checks::DOCTOR_CHECKS.iter().map(report::check_to_json).collect::<serde_json::Value>())
         }
     }
 }
@@ -112,12 +112,12 @@ mod tests {
 
     #[test]
     fn list_has_one_line_per_check() {
-        let text = list_checks(Format::Text);
-        assert_eq!(text.lines().count(), checks::CHECKS.len());
+        let text = list_checks(OutputFormat::Text);
+        assert_eq!(text.lines().count(), checks::DOCTOR_CHECKS.len());
         let jit_line = text.lines().find(|line| line.starts_with("jit ")).unwrap();
         assert!(jit_line.ends_with("lb, server (--fix): BPF programs are compiled, not interpreted"), "{jit_line}");
-        let list_json: serde_json::Value = serde_json::from_str(&list_checks(Format::Json)).unwrap();
-        assert_eq!(list_json.as_array().unwrap().len(), checks::CHECKS.len());
+        let list_json: serde_json::Value = serde_json::from_str(&list_checks(OutputFormat::Json)).unwrap();
+        assert_eq!(list_json.as_array().unwrap().len(), checks::DOCTOR_CHECKS.len());
         assert_eq!(list_json[0]["roles"][0], "lb");
     }
 

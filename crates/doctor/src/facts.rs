@@ -5,21 +5,21 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use coreward_agent::config::Steer;
-use coreward_agent::load::queues::Interrupt;
+use coreward_agent::config::SteeringMode;
+use coreward_agent::load::queues::ReceiveQueueInterrupt;
 use coreward_agent::rss::ethtool::FlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
-use coreward_dataplane::device::XdpState;
-use coreward_dataplane::ethtool::QueueCounts;
+use coreward_dataplane::device::DeviceXdpState;
+use coreward_dataplane::ethtool::DeviceQueueCounts;
 use coreward_dataplane::lb::XdpMode;
 use coreward_model::ServiceAddress;
-use coreward_model::forwarding::Forwarding;
-use coreward_model::rss::InputTransform;
+use coreward_model::forwarding::ForwardingMode;
+use coreward_model::rss::RssInputTransform;
 
 use crate::nat_rules::NetfilterChain;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
-pub enum Role {
+pub enum MachineRole {
     /// `coreward lb`
     Lb,
     /// `coreward agent`
@@ -28,19 +28,19 @@ pub enum Role {
     Controller,
 }
 
-impl Role {
+impl MachineRole {
     pub fn name(self) -> &'static str {
         match self {
-            Role::Lb => "lb",
-            Role::Server => "server",
-            Role::Controller => "controller",
+            MachineRole::Lb => "lb",
+            MachineRole::Server => "server",
+            MachineRole::Controller => "controller",
         }
     }
 }
 
 /// Settings from the daemon's configuration file, or their defaults without a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Settings {
+pub struct DaemonSettings {
     /// Network device that receives the services' packets, or `None` for a controller.
     pub interface: Option<String>,
     /// Directory in which the daemon pins its programs and maps.
@@ -51,7 +51,7 @@ pub struct Settings {
     /// Whether the agent reports the busy time of a CPU as the load of its core.
     pub reports_cpu_time_as_load: bool,
     /// Method by which the agent selects the worker for a connection.
-    pub steer: Steer,
+    pub steer: SteeringMode,
     pub xdp_mode: XdpMode,
     /// Number of the routing table in which the load balancer announces VIPs, or `None` if it announces none.
     pub announcement_table: Option<u32>,
@@ -59,10 +59,10 @@ pub struct Settings {
 
 /// All facts about this machine that the checks examine.
 #[derive(Debug, Clone)]
-pub struct Facts {
-    pub role: Role,
-    pub settings: Settings,
-    pub kernel: Kernel,
+pub struct MachineFacts {
+    pub role: MachineRole,
+    pub settings: DaemonSettings,
+    pub kernel: KernelFacts,
     /// Names of the required capabilities that this process lacks.
     pub missing_capabilities: Vec<&'static str>,
     /// Hard limit of open files. A daemon raises its own soft limit to it.
@@ -73,25 +73,25 @@ pub struct Facts {
     /// Reason why a new process could not take over the pinned programs and maps, or `None` if it could.
     pub pins_problem: Option<String>,
     /// Network device that receives the services' packets. `None` if it is not configured or does not exist.
-    pub device: Option<Device>,
+    pub device: Option<DeviceFacts>,
     /// Addresses of all network devices.
-    pub addresses: Vec<Address>,
+    pub addresses: Vec<DeviceAddress>,
     /// Names of the network devices of the default routes.
     pub default_route_devices: BTreeSet<String>,
     /// Number of online CPUs.
-    pub cpu_count: usize,
-    pub clock: Clock,
-    pub netfilter: Netfilter,
+    pub online_cpu_count: usize,
+    pub clock: ClockFacts,
+    pub netfilter: NetfilterFacts,
     /// Address of the controller that answered, or the error. `None` for a controller, or if no address is configured.
     pub controller_answer: Option<Result<SocketAddr, String>>,
     /// Services for which this machine is a server or a load balancer.
-    pub services: Vec<Service>,
+    pub services: Vec<ServiceFacts>,
     /// Servers of these services, by name.
-    pub servers_by_name: BTreeMap<String, Server>,
+    pub servers_by_name: BTreeMap<String, ServerFacts>,
     /// Number of agents' reports that the controller rejected because their time was in the future by its clock.
     pub future_dated_report_count: u64,
     /// Facts about the announcement of VIPs, or `None` if this machine announces none.
-    pub announcement: Option<Announcement>,
+    pub announcement: Option<AnnouncementFacts>,
     /// Facts about the controller, if this machine runs one.
     pub controller_facts: Option<ControllerFacts>,
     /// Threads that occupy a CPU by polling.
@@ -125,7 +125,7 @@ pub struct CertificateFacts {
 
 /// Facts about the announcement of VIPs through a routing daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Announcement {
+pub struct AnnouncementFacts {
     pub routing_table_number: u32,
     /// Entries of `ip rule` that refer to the routing table, or the error if they cannot be read.
     pub ip_rules: Result<Vec<String>, String>,
@@ -134,7 +134,7 @@ pub struct Announcement {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Kernel {
+pub struct KernelFacts {
     /// Kernel release, in the form that `uname -r` prints.
     pub release: String,
     /// Whether the kernel provides its BTF at /sys/kernel/btf/vmlinux.
@@ -149,26 +149,26 @@ pub struct BpfFileSystem {
     /// Pin directory, or its nearest existing ancestor.
     pub existing_directory: PathBuf,
     /// Whether this directory is in a BPF file system.
-    pub is_bpf: bool,
+    pub is_bpf_file_system: bool,
 }
 
 /// Network device that receives the services' packets.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Device {
+pub struct DeviceFacts {
     /// Whether the device is up and has a carrier.
     pub is_up: bool,
     /// Whether the device has a MAC address.
     pub is_ethernet: bool,
     /// MTU of the device, in bytes.
-    pub mtu: u32,
+    pub mtu_bytes: u32,
     pub driver: String,
     /// Current and maximum numbers of the device's queues, or `None` if the driver does not report them.
-    pub queue_counts: Option<QueueCounts>,
+    pub queue_counts: Option<DeviceQueueCounts>,
     /// Whether the device merges received packets in hardware (large receive offload, LRO).
     pub is_lro_enabled: bool,
     /// Whether the RSS hash includes the ports, by flow type. Types that the driver does not report have no entry.
     pub port_hashing_by_flow_type: BTreeMap<FlowType, bool>,
-    pub xdp: XdpState,
+    pub xdp: DeviceXdpState,
     /// Whether the peer of a veth device has an XDP program. `None` for other devices, or if the peer is not visible.
     pub veth_peer_has_xdp: Option<bool>,
     /// Names and values of the nonzero counters of frames that XDP sent and the driver dropped.
@@ -178,10 +178,10 @@ pub struct Device {
     /// Settings that send packets to other cores than those that RSS selects.
     pub rss_conflicts: RssConflicts,
     /// Known interrupts of the device, by receive queue.
-    pub interrupts_by_queue: BTreeMap<u16, Interrupt>,
+    pub interrupts_by_queue: BTreeMap<u16, ReceiveQueueInterrupt>,
     /// Number of entries in the RSS indirection table and input transform of the hash, or the reason why they are
     /// unknown.
-    pub rss_entries_and_transform: Result<(usize, InputTransform), RssProblem>,
+    pub rss_entries_and_transform: Result<(usize, RssInputTransform), RssProblem>,
     /// Whether the driver moves open connections to other queues (ATR), or `None` if it never can.
     pub moves_open_connections: Option<bool>,
     /// Whether the device removes the VLAN tags of received frames.
@@ -203,13 +203,13 @@ pub enum RssProblem {
 
 /// IP address of a network device, with its netmask.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Address {
-    pub device: String,
+pub struct DeviceAddress {
+    pub device_name: String,
     pub address: IpAddr,
     pub mask: IpAddr,
 }
 
-impl Address {
+impl DeviceAddress {
     /// Returns whether an IP address belongs to the network of this address.
     pub fn shares_network_with(&self, address: IpAddr) -> bool {
         match (self.address, self.mask, address) {
@@ -221,7 +221,7 @@ impl Address {
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Clock {
+pub struct ClockFacts {
     /// Name of the kernel's clock source, or an empty string if it is unknown.
     pub clock_source: String,
     /// Whether the wall clock is synchronized (NTP), or `None` if this is unknown.
@@ -230,7 +230,7 @@ pub struct Clock {
 
 /// Firewalls and connection tracking in this network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Netfilter {
+pub struct NetfilterFacts {
     /// Chains of nftables, including those of iptables-nft, or the error if they cannot be read.
     pub chains: Result<Vec<NetfilterChain>, String>,
     /// Names of the tables that legacy iptables uses.
@@ -239,7 +239,7 @@ pub struct Netfilter {
 
 /// Service for which this machine is a server or a load balancer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Service {
+pub struct ServiceFacts {
     pub name: String,
     pub address: ServiceAddress,
     /// Whether load balancers stamp the service's packets (`timestamps = "lb"`).
@@ -247,12 +247,12 @@ pub struct Service {
     /// Whether servers or load balancers stamp the service's packets.
     pub is_stamped: bool,
     /// Method by which load balancers forward packets to the servers.
-    pub forwarding: Forwarding,
+    pub forwarding: ForwardingMode,
     /// Sockets of the service on this machine, or the error. `None` if this machine is not a server of the service.
-    pub sockets: Option<Result<Sockets, String>>,
+    pub sockets: Option<Result<ServiceSocketFacts, String>>,
 }
 
-impl Service {
+impl ServiceFacts {
     pub fn vip(&self) -> IpAddr {
         self.address.vip_and_port.ip()
     }
@@ -260,7 +260,7 @@ impl Service {
 
 /// Server of a service, as its load balancers reach it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Server {
+pub struct ServerFacts {
     /// Address at which load balancers reach the server.
     pub address: IpAddr,
     /// Whether load balancers forward to the server in untagged Ethernet frames (`forwarding = "l2"`).
@@ -269,7 +269,7 @@ pub struct Server {
 
 /// Sockets on this machine that receive the packets of a service.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Sockets {
+pub struct ServiceSocketFacts {
     pub socket_count: usize,
     /// Whether the sockets have SO_REUSEPORT set, or `None` if this is unknown.
     pub has_reuseport: Option<bool>,
@@ -305,7 +305,7 @@ pub enum StoreFacts {
     },
 }
 
-impl Facts {
+impl MachineFacts {
     pub fn interface_name(&self) -> &str {
         self.settings.interface.as_deref().unwrap_or_default()
     }
@@ -316,12 +316,12 @@ impl Facts {
 
     /// Returns the values of a sysctl in net.ipv4.conf, for `all` and for the services' device.
     pub fn all_and_device_sysctl_values(&self, name: &str) -> Option<(u32, u32)> {
-        let of = |device: &str| self.sysctl_value(&device_sysctl_path(device, name));
-        Some((of("all")?, of(self.interface_name())?))
+        let read_value = |device: &str| self.sysctl_value(&device_sysctl_path(device, name));
+        Some((read_value("all")?, read_value(self.interface_name())?))
     }
 
     pub fn vips(&self) -> BTreeSet<IpAddr> {
-        self.services.iter().map(Service::vip).collect()
+        self.services.iter().map(ServiceFacts::vip).collect()
     }
 }
 

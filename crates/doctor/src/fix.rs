@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use nix::mount::{MsFlags, mount};
 
-use crate::checks::Check;
-use crate::finding::{Finding, Fix, sysctl_name};
+use crate::checks::DoctorCheck;
+use crate::finding::{AutomaticFix, Finding, sysctl_name};
 
 /// Path of the drop-in file that sets sysctls at the next boot.
 pub const SYSCTL_DROP_IN_PATH: &str = "/etc/sysctl.d/90-coreward.conf";
 
 /// Executes the repairs of all findings. Returns a sentence about each repair that was executed or has failed.
-pub fn apply_fixes(findings: &[(&'static Check, Finding)]) -> Vec<String> {
+pub fn apply_fixes(findings: &[(&'static DoctorCheck, Finding)]) -> Vec<String> {
     let mut repair_reports = Vec::new();
     for (check, finding) in findings {
         for fix in finding.remedies.iter().filter_map(|remedy| remedy.automatic_fix.as_ref()) {
@@ -28,9 +28,9 @@ pub fn apply_fixes(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     repair_reports
 }
 
-fn apply_fix(fix: &Fix, check_name: &str) -> anyhow::Result<String> {
+fn apply_fix(fix: &AutomaticFix, check_name: &str) -> anyhow::Result<String> {
     match fix {
-        Fix::Sysctl { path, value } => {
+        AutomaticFix::Sysctl { path, value } => {
             let file = Path::new("/proc/sys").join(path);
             let previous_value = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
             fs::write(&file, value).with_context(|| file.display().to_string())?;
@@ -42,19 +42,19 @@ fn apply_fix(fix: &Fix, check_name: &str) -> anyhow::Result<String> {
                 };
             Ok(format!("{sysctl_name}: {} -> {value}, {persistence_note}", previous_value.trim()))
         }
-        Fix::WriteFile { path, value } => {
+        AutomaticFix::WriteFile { path, value } => {
             let previous_value = fs::read_to_string(path).with_context(|| path.display().to_string())?;
             fs::write(path, value).with_context(|| path.display().to_string())?;
             let until_next_boot_note = "until the next boot, unless another program sets it again";
             Ok(format!("{}: {} -> {value}, {until_next_boot_note}", path.display(), previous_value.trim()))
         }
-        Fix::MountBpf => {
+        AutomaticFix::MountBpf => {
             let mount_point = PathBuf::from("/sys/fs/bpf");
             mount(Some("bpf"), &mount_point, Some("bpf"), MsFlags::empty(), None::<&str>)
                 .with_context(|| format!("mounting at {}", mount_point.display()))?;
             Ok(format!("{}: mounted, until the next boot (systemd does it at boot)", mount_point.display()))
         }
-        Fix::RestrictToOwner(path) => {
+        AutomaticFix::RestrictToOwner(path) => {
             let previous_mode =
                 fs::metadata(path).with_context(|| path.display().to_string())?.permissions().mode() & 0o777;
             fs::set_permissions(path, fs::Permissions::from_mode(0o600)).with_context(|| path.display().to_string())?;
@@ -112,16 +112,16 @@ mod tests {
         let file = directory.path().join("rps_cpus");
         fs::write(&file, "f\n").unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o644)).unwrap();
-        let write_fix = Fix::WriteFile { path: file.clone(), value: "0" };
+        let write_fix = AutomaticFix::WriteFile { path: file.clone(), value: "0" };
         assert!(apply_fix(&write_fix, "rps").unwrap().contains("rps_cpus: f -> 0, until the next boot"));
         assert_eq!(fs::read_to_string(&file).unwrap(), "0");
         assert_eq!(
-            apply_fix(&Fix::RestrictToOwner(file.clone()), "store").unwrap(),
+            apply_fix(&AutomaticFix::RestrictToOwner(file.clone()), "store").unwrap(),
             format!("{}: mode 644 -> 600", file.display())
         );
         let failing_finding = Finding::warning("x", "y")
-            .with_automatic_fix(Fix::WriteFile { path: directory.path().join("no"), value: "0" });
-        let repair_reports = apply_fixes(&[(&crate::checks::CHECKS[0], failing_finding)]);
+            .with_automatic_fix(AutomaticFix::WriteFile { path: directory.path().join("no"), value: "0" });
+        let repair_reports = apply_fixes(&[(&crate::checks::DOCTOR_CHECKS[0], failing_finding)]);
         assert!(
             repair_reports.len() == 1
                 && repair_reports[0].starts_with("NOT done: echo 0 > ")

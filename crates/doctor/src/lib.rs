@@ -2,7 +2,7 @@
 //!
 //! * [`facts`]: facts about the machine, as plain data
 //! * [`gather`]: gathering of the facts
-//! * [`checks`]: checks, which are pure functions of the facts and listed in [`checks::CHECKS`]
+//! * [`checks`]: checks, which are pure functions of the facts and listed in [`checks::DOCTOR_CHECKS`]
 //! * [`finding`]: findings of checks, with remedies
 //! * [`fix`]: execution of safe repairs
 //! * [`report`]: output of the findings as text or JSON

@@ -31,7 +31,7 @@ pub struct NetfilterChain {
 pub struct NatRule {
     /// Conditions that a packet must meet to match the rule. Conditions of an unknown form are omitted, so that the
     /// rule may seem to match more packets than it does.
-    pub conditions: Vec<MatchCondition>,
+    pub conditions: Vec<DestinationCondition>,
     pub changes_destination: bool,
     /// Names of the chains to which the rule jumps.
     pub jump_targets: Vec<String>,
@@ -39,18 +39,22 @@ pub struct NatRule {
 
 /// Condition of a rule on the destination of a packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum MatchCondition {
+pub enum DestinationCondition {
     Address(Vec<RangeInclusive<IpAddr>>),
     Port(Vec<RangeInclusive<u16>>),
     Protocol(Vec<Protocol>),
 }
 
-impl MatchCondition {
+impl DestinationCondition {
     fn may_match(&self, service: &ServiceAddress) -> bool {
         match self {
-            MatchCondition::Address(ranges) => ranges.iter().any(|range| range.contains(&service.vip_and_port.ip())),
-            MatchCondition::Port(ranges) => ranges.iter().any(|range| range.contains(&service.vip_and_port.port())),
-            MatchCondition::Protocol(protocols) => protocols.contains(&service.protocol),
+            DestinationCondition::Address(ranges) => {
+                ranges.iter().any(|range| range.contains(&service.vip_and_port.ip()))
+            }
+            DestinationCondition::Port(ranges) => {
+                ranges.iter().any(|range| range.contains(&service.vip_and_port.port()))
+            }
+            DestinationCondition::Protocol(protocols) => protocols.contains(&service.protocol),
         }
     }
 }
@@ -101,7 +105,7 @@ mod tests {
         NatRule { jump_targets: vec![target.to_owned()], ..NatRule::default() }
     }
 
-    fn dnat_rule(conditions: Vec<MatchCondition>) -> NatRule {
+    fn dnat_rule(conditions: Vec<DestinationCondition>) -> NatRule {
         NatRule { conditions, changes_destination: true, jump_targets: vec![] }
     }
 
@@ -116,17 +120,17 @@ mod tests {
             !find_translating_chains(&chains, &tcp_service_at("10.200.0.1:80")).is_empty()
         };
         let address_condition = |first_address: &str, last_address: &str| {
-            MatchCondition::Address(vec![first_address.parse().unwrap()..=last_address.parse().unwrap()])
+            DestinationCondition::Address(vec![first_address.parse().unwrap()..=last_address.parse().unwrap()])
         };
         assert!(is_translated_with(vec![]));
         assert!(is_translated_with(vec![
-            MatchCondition::Port(vec![80..=80]),
-            MatchCondition::Protocol(vec![Protocol::Tcp])
+            DestinationCondition::Port(vec![80..=80]),
+            DestinationCondition::Protocol(vec![Protocol::Tcp])
         ]));
-        assert!(!is_translated_with(vec![MatchCondition::Port(vec![8000..=9000])]));
+        assert!(!is_translated_with(vec![DestinationCondition::Port(vec![8000..=9000])]));
         assert!(!is_translated_with(vec![
-            MatchCondition::Port(vec![80..=80]),
-            MatchCondition::Protocol(vec![Protocol::Udp])
+            DestinationCondition::Port(vec![80..=80]),
+            DestinationCondition::Protocol(vec![Protocol::Udp])
         ]));
         assert!(is_translated_with(vec![address_condition("10.200.0.0", "10.200.0.255")]));
         assert!(!is_translated_with(vec![address_condition("10.96.0.0", "10.96.255.255")]));
@@ -136,7 +140,7 @@ mod tests {
     #[test]
     fn nat_chains_apply_only_if_reachable_from_prerouting() {
         let unrelated_rule =
-            NatRule { conditions: vec![MatchCondition::Port(vec![443..=443])], ..jump_rule("ip nat OTHER") };
+            NatRule { conditions: vec![DestinationCondition::Port(vec![443..=443])], ..jump_rule("ip nat OTHER") };
         let chains = [
             new_chain("ip nat PREROUTING", "prerouting", vec![jump_rule("ip nat DOCKER"), unrelated_rule]),
             new_chain("ip nat DOCKER", "", vec![dnat_rule(vec![]), jump_rule("ip nat DOCKER")]),

@@ -4,60 +4,68 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use crate::checks::Check;
-use crate::facts::Facts;
-use crate::finding::{Finding, Severity};
+use crate::checks::DoctorCheck;
+use crate::facts::MachineFacts;
+use crate::finding::{Finding, FindingSeverity};
 
-fn count_with_severity(findings: &[(&Check, Finding)], severity: Severity) -> usize {
+fn count_with_severity(findings: &[(&DoctorCheck, Finding)], severity: FindingSeverity) -> usize {
     findings.iter().filter(|(_, finding)| finding.severity == severity).count()
 }
 
 /// Returns one line about a check: its name, its roles, whether `--fix` can repair its findings, and the expected
 /// state.
-pub fn describe_check(check: &Check) -> String {
+pub fn describe_check(check: &DoctorCheck) -> String {
     let role_names: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
     let fix_note = if check.is_fixable { " (--fix)" } else { "" };
     format!("{:<16} {}{fix_note}: {}", check.name, role_names.join(", "), check.expectation)
 }
 
-pub fn check_to_json(check: &Check) -> Value {
+pub fn check_to_json(check: &DoctorCheck) -> Value {
     let role_names: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
     json!({ "check": check.name, "roles": role_names, "fix": check.is_fixable, "expects": check.expectation })
 }
 
 /// Returns the report as text. `repair_reports` contains sentences about the repairs that were executed.
-pub fn format_text(facts: &Facts, findings: &[(&'static Check, Finding)], repair_reports: &[String]) -> String {
+pub fn format_text(
+    facts: &MachineFacts,
+    findings: &[(&'static DoctorCheck, Finding)],
+    repair_reports: &[String],
+) -> String {
     let mut text = String::new();
     for line in repair_reports {
         let _ = writeln!(text, "fix      {line}");
     }
     for (check, finding) in findings {
         let _ = writeln!(text, "{:<8} {:<16} {}", finding.severity.name(), check.name, finding.observation);
-        if finding.severity >= Severity::Warning {
+        if finding.severity >= FindingSeverity::Warning {
             let _ = writeln!(text, "{:<25} why: {}", "", finding.consequence);
             for remedy in &finding.remedies {
                 let fix_note = if remedy.automatic_fix.is_some() { "  (--fix does this)" } else { "" };
-                let _ = writeln!(text, "{:<25} remedy: {}{fix_note}", "", remedy.command);
+                let _ = writeln!(text, "{:<25} remedy: {}{fix_note}", "", remedy.shell_command);
             }
         }
     }
-    let count_severity = |severity| count_with_severity(findings, severity);
+    let count_findings = |severity| count_with_severity(findings, severity);
     let _ = write!(
         text,
         "{}: {} ok, {} unknown, {} warnings, {} faults",
         facts.role.name(),
-        count_severity(Severity::Ok),
-        count_severity(Severity::Unknown),
-        count_severity(Severity::Warning),
-        count_severity(Severity::Fault)
+        count_findings(FindingSeverity::Ok),
+        count_findings(FindingSeverity::Unknown),
+        count_findings(FindingSeverity::Warning),
+        count_findings(FindingSeverity::Fault)
     );
     text
 }
 
-pub fn format_json(facts: &Facts, findings: &[(&'static Check, Finding)], repair_reports: &[String]) -> Value {
+pub fn format_json(
+    facts: &MachineFacts,
+    findings: &[(&'static DoctorCheck, Finding)],
+    repair_reports: &[String],
+) -> Value {
     let remedies_to_json = |finding: &Finding| -> Vec<Value> {
         let step_to_json = |remedy: &crate::finding::RemedyStep| {
-            json!({ "command": remedy.command,
+            json!({ "command": remedy.shell_command,
             "fix": remedy.automatic_fix.is_some() })
         };
         finding.remedies.iter().map(step_to_json).collect()

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::EtcdError;
 use crate::clock::Deadline;
-use crate::leadership::{Leadership, WriteOutcome};
+use crate::leadership::{LeaderWriteOutcome, Leadership};
 
 /// Version of the manifest's JSON format.
 const MANIFEST_FORMAT_VERSION: u32 = 1;
@@ -31,14 +31,14 @@ pub type StateParts = BTreeMap<String, Vec<u8>>;
 pub struct ChunkedStore {
     leadership: Arc<Leadership>,
     key_prefix: String,
-    manifest: Manifest,
+    manifest: StateManifest,
     /// Revision at which the manifest was last modified in etcd, or 0 if there is no manifest yet.
     manifest_revision: i64,
     saved_parts: StateParts,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Manifest {
+struct StateManifest {
     format: u32,
     number: u64,
     /// Number of the change that last wrote each part, by the part's name.
@@ -50,7 +50,7 @@ impl ChunkedStore {
         let mut store = Self {
             leadership,
             key_prefix: prefix.to_owned(),
-            manifest: Manifest { format: MANIFEST_FORMAT_VERSION, ..Manifest::default() },
+            manifest: StateManifest { format: MANIFEST_FORMAT_VERSION, ..StateManifest::default() },
             manifest_revision: 0,
             saved_parts: StateParts::new(),
         };
@@ -93,7 +93,7 @@ impl ChunkedStore {
         };
         let response = self.leadership.cluster().call_until(Deadline::now() + REQUEST_TIMEOUT, read_manifest).await?;
         let Some(manifest_entry) = response.kvs().first() else { return Ok(()) };
-        let manifest: Manifest = serde_json::from_slice(manifest_entry.value())
+        let manifest: StateManifest = serde_json::from_slice(manifest_entry.value())
             .map_err(|error| self.invalid_content_error(&manifest_key, error))?;
         if manifest.format != MANIFEST_FORMAT_VERSION {
             let format_problem = format!("format {}: expected {MANIFEST_FORMAT_VERSION}", manifest.format);
@@ -161,7 +161,7 @@ impl ChunkedStore {
     /// Replaces the stored state, and writes only the parts that have changed. If etcd does not answer, retries until
     /// the lease ends. The outcome is then unknown, and this process is no longer the leader.
     pub async fn save(&mut self, parts: StateParts) -> Result<(), EtcdError> {
-        let mut next_manifest = Manifest { number: self.manifest.number + 1, ..self.manifest.clone() };
+        let mut next_manifest = StateManifest { number: self.manifest.number + 1, ..self.manifest.clone() };
         let mut delete_operations = Vec::new();
         for (name, number) in &self.manifest.parts {
             if parts.get(name) != self.saved_parts.get(name) {
@@ -169,14 +169,15 @@ impl ChunkedStore {
                 next_manifest.parts.remove(name);
             }
         }
-        let mut put_batches = TxnBatches::default();
+        let mut put_batches = TransactionBatches::default();
         for (name, value) in parts.iter().filter(|(name, value)| self.saved_parts.get(*name) != Some(*value)) {
-            put_batches.add(TxnOp::put(self.part_key(name, next_manifest.number), value.clone(), None), value.len());
+            put_batches
+                .add_operation(TxnOp::put(self.part_key(name, next_manifest.number), value.clone(), None), value.len());
             next_manifest.parts.insert(name.clone(), next_manifest.number);
         }
         let manifest_json =
             serde_json::to_vec(&next_manifest).map_err(|error| self.invalid_content_error("manifest", error))?;
-        put_batches.add(TxnOp::put(self.manifest_key(), manifest_json.clone(), None), manifest_json.len());
+        put_batches.add_operation(TxnOp::put(self.manifest_key(), manifest_json.clone(), None), manifest_json.len());
         let mut batches = put_batches.batches;
         let mut last_batch = batches.pop().unwrap_or_default();
         for batch in &batches {
@@ -205,12 +206,12 @@ impl ChunkedStore {
     async fn write_manifest(&self, operations: &[TxnOp], manifest: &[u8]) -> Result<i64, EtcdError> {
         let manifest_key = self.manifest_key();
         match self.leadership.write_if_leading(Some((&manifest_key, self.manifest_revision)), operations).await? {
-            WriteOutcome::Written { revision } => Ok(revision),
+            LeaderWriteOutcome::Written { revision } => Ok(revision),
             // An earlier attempt has succeeded, but its answer was lost.
-            WriteOutcome::Conflict(Some(manifest_entry)) if manifest_entry.value() == manifest => {
+            LeaderWriteOutcome::Conflict(Some(manifest_entry)) if manifest_entry.value() == manifest => {
                 Ok(manifest_entry.mod_revision())
             }
-            WriteOutcome::Conflict(_) => Err(self
+            LeaderWriteOutcome::Conflict(_) => Err(self
                 .invalid_content_error(&manifest_key, "something else has changed it: expected one fleet per prefix")),
         }
     }
@@ -218,18 +219,18 @@ impl ChunkedStore {
 
 /// etcd operations, divided into batches that each fit into one transaction.
 #[derive(Default)]
-struct TxnBatches {
+struct TransactionBatches {
     batches: Vec<Vec<TxnOp>>,
     last_batch_bytes: usize,
 }
 
-impl TxnBatches {
-    fn add(&mut self, operation: TxnOp, operation_bytes: usize) {
-        let is_full = |batch: &Vec<TxnOp>| {
+impl TransactionBatches {
+    fn add_operation(&mut self, operation: TxnOp, operation_bytes: usize) {
+        let is_batch_full = |batch: &Vec<TxnOp>| {
             batch.len() == MAX_TXN_OPERATIONS || self.last_batch_bytes + operation_bytes > MAX_REQUEST_BYTES
         };
         match self.batches.last_mut() {
-            Some(batch) if !is_full(batch) => {
+            Some(batch) if !is_batch_full(batch) => {
                 batch.push(operation);
                 self.last_batch_bytes += operation_bytes;
             }

@@ -25,7 +25,7 @@ impl Deadline {
         self.0
     }
 
-    pub(crate) fn at(since_boot: Duration) -> Self {
+    pub(crate) fn from_time_since_boot(since_boot: Duration) -> Self {
         Self(since_boot)
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_metrics::latency::LatencyHistogram;
-use coreward_tls::failure::{Failure, FailureReason};
+use coreward_tls::failure::{ConnectionFailureReason, PeerConnectionFailure};
 use etcd_client::{Client, ConnectOptions, Error, TlsOptions};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use tokio::runtime::Runtime;
@@ -18,27 +18,28 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 
 /// Time limit for one member to answer one request.
-const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
+const MEMBER_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time limit for a request that no lease depends on, including retries at other members.
-pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(3);
+pub(crate) const CLUSTER_REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 /// Pause after a request has failed at all members, before the members are tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Connections to all members of an etcd cluster.
-pub struct Cluster {
+pub struct EtcdClusterClient {
     endpoints: Vec<String>,
     clients: RwLock<Vec<Client>>,
     /// Index of the member that answered most recently. The next request tries it first.
     preferred_member_index: AtomicUsize,
     request_latencies: Mutex<LatencyHistogram>,
-    /// Ids of the leases that this process holds. `None` after [`Cluster::revoke_all_leases`] has been called.
+    /// Ids of the leases that this process holds. `None` after [`EtcdClusterClient::revoke_all_leases`] has been
+    /// called.
     lease_ids: Mutex<Option<BTreeSet<i64>>>,
     /// Runtime with a thread of its own, so that a busy controller still renews its lease. `None` only in `drop`.
     runtime: Option<Runtime>,
 }
 
-impl Cluster {
+impl EtcdClusterClient {
     /// Prepares connections to the members at `endpoints` (`http://HOST:PORT` or `https://HOST:PORT`). Does no I/O.
     pub fn new(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Self, EtcdError> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -70,7 +71,7 @@ impl Cluster {
         Ok(())
     }
 
-    fn client(&self, member_index: usize) -> Client {
+    fn member_client(&self, member_index: usize) -> Client {
         self.clients.read()[member_index].clone()
     }
 
@@ -87,7 +88,8 @@ impl Cluster {
         self.lease_ids.lock()
     }
 
-    /// Registers a lease of this process. Returns false if [`Cluster::revoke_all_leases`] has already been called.
+    /// Registers a lease of this process. Returns false if [`EtcdClusterClient::revoke_all_leases`] has already been
+    /// called.
     pub(crate) fn register_lease(&self, lease_id: i64) -> bool {
         self.lock_lease_ids().as_mut().is_some_and(|lease_ids| lease_ids.insert(lease_id))
     }
@@ -106,7 +108,7 @@ impl Cluster {
     /// unreachable, the leases expire by themselves.
     pub async fn revoke_all_leases(&self) -> Result<bool, EtcdError> {
         let lease_ids = self.lock_lease_ids().take().unwrap_or_default();
-        let deadline = Deadline::now() + CALL_TIMEOUT;
+        let deadline = Deadline::now() + CLUSTER_REQUEST_TIMEOUT;
         for lease_id in &lease_ids {
             self.revoke_lease(*lease_id, deadline).await?;
         }
@@ -144,22 +146,27 @@ impl Cluster {
             let member_index = (first_member_index + attempt) % self.endpoints.len();
             let endpoint = &self.endpoints[member_index];
             let start_time = Instant::now();
-            match tokio::time::timeout(remaining_time.min(MEMBER_TIMEOUT), request(self.client(member_index))).await {
+            match tokio::time::timeout(
+                remaining_time.min(MEMBER_REQUEST_TIMEOUT),
+                request(self.member_client(member_index)),
+            )
+            .await
+            {
                 Ok(Ok(answer)) => {
                     self.preferred_member_index.store(member_index, Ordering::Relaxed);
-                    self.request_latencies.lock().observe(start_time.elapsed());
+                    self.request_latencies.lock().observe_latency(start_time.elapsed());
                     return Ok(answer);
                 }
-                Ok(Err(error)) if is_permanent(&error) => return Err(EtcdError::Rejected(error.to_string())),
+                Ok(Err(error)) if is_permanent_error(&error) => return Err(EtcdError::Rejected(error.to_string())),
                 Ok(Err(error)) => {
-                    let member_error = MemberError::of(&error);
+                    let member_error = MemberError::from_etcd_error(&error);
                     if member_error.is_tls_error || !is_tls_error {
                         last_problem = format!("{endpoint}: {}", member_error.message);
                     }
                     is_tls_error |= member_error.is_tls_error;
                 }
                 Err(_) if is_tls_error => {}
-                Err(_) => last_problem = format!("{endpoint}: no answer within {MEMBER_TIMEOUT:?}"),
+                Err(_) => last_problem = format!("{endpoint}: no answer within {MEMBER_REQUEST_TIMEOUT:?}"),
             }
             if member_index + 1 == self.endpoints.len() {
                 tokio::time::sleep(RETRY_PAUSE.min(deadline.remaining_time())).await;
@@ -171,7 +178,7 @@ impl Cluster {
 
 async fn connect_all_members(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<Client>, EtcdError> {
     let mut options = ConnectOptions::new()
-        .with_connect_timeout(MEMBER_TIMEOUT)
+        .with_connect_timeout(MEMBER_REQUEST_TIMEOUT)
         .with_keep_alive(KEEP_ALIVE_INTERVAL, KEEP_ALIVE_INTERVAL)
         .with_keep_alive_while_idle(true);
     if let Some(tls) = tls {
@@ -185,7 +192,7 @@ async fn connect_all_members(endpoints: &[String], tls: Option<&TlsOptions>) -> 
     Ok(clients)
 }
 
-impl Drop for Cluster {
+impl Drop for EtcdClusterClient {
     fn drop(&mut self) {
         // The last owner may drop the cluster in asynchronous code, where waiting for the runtime's end is not allowed.
         if let Some(runtime) = self.runtime.take() {
@@ -202,14 +209,15 @@ struct MemberError {
 }
 
 impl MemberError {
-    fn of(error: &Error) -> Self {
+    fn from_etcd_error(error: &Error) -> Self {
         let outer_error: &dyn std::error::Error = match error {
             Error::GRpcStatus(status) => status,
             other => other,
         };
         let causes: Vec<_> = std::iter::successors(Some(outer_error), |cause| cause.source()).collect();
-        let mut tls_failures = causes.iter().rev().filter_map(|cause| Some(Failure::of(cause.downcast_ref()?)));
-        if let Some(failure) = tls_failures.find(|failure| failure.reason != FailureReason::Broken) {
+        let mut tls_failures =
+            causes.iter().rev().filter_map(|cause| Some(PeerConnectionFailure::from_io_error(cause.downcast_ref()?)));
+        if let Some(failure) = tls_failures.find(|failure| failure.reason != ConnectionFailureReason::Broken) {
             return Self { message: failure.to_string(), is_tls_error: true };
         }
         let error_text = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
@@ -229,7 +237,7 @@ impl MemberError {
 }
 
 /// Returns whether every member would return the same error, so that a retry cannot succeed.
-fn is_permanent(error: &Error) -> bool {
+fn is_permanent_error(error: &Error) -> bool {
     match error {
         Error::GRpcStatus(status) => matches!(
             status.code(),

@@ -17,7 +17,7 @@ use tokio::task::AbortHandle;
 
 use crate::EtcdError;
 use crate::clock::Deadline;
-use crate::cluster::{CALL_TIMEOUT, Cluster};
+use crate::cluster::{CLUSTER_REQUEST_TIMEOUT, EtcdClusterClient};
 
 /// Divisor of the lease duration that yields the safety margin (one tenth). The leader stops this long before its lease
 /// ends.
@@ -25,13 +25,13 @@ const LEASE_MARGIN_DIVISOR: u32 = 10;
 /// Number of renewals within one lease duration, so that the lease survives several failed renewals.
 const RENEWALS_PER_LEASE: u32 = 5;
 /// Maximum time to wait for a watch event, after which the leader's key is read again.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+const LEADER_POLL_INTERVAL: Duration = Duration::from_secs(1);
 const CLOCK_POLL_INTERVAL: Duration = Duration::from_millis(100);
-const RETRY_INTERVAL: Duration = Duration::from_millis(500);
+const LEADERSHIP_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Controller that competes with others for the leader's key in etcd.
 #[derive(Debug, Clone)]
-pub struct Candidate {
+pub struct LeaderCandidate {
     pub key_prefix: String,
     /// Text that the leader writes as the value of its key, for followers to read.
     pub leader_record: String,
@@ -52,7 +52,7 @@ pub enum LeaderState {
 
 /// Leadership that this process has acquired. It lasts until its lease ends or this value is dropped.
 pub struct Leadership {
-    cluster: Arc<Cluster>,
+    cluster: Arc<EtcdClusterClient>,
     leader_key: String,
     lease_id: i64,
     term: i64,
@@ -61,14 +61,18 @@ pub struct Leadership {
     renewal_task: AbortHandle,
 }
 
-impl Candidate {
+impl LeaderCandidate {
     fn leader_key(&self) -> String {
         format!("{}/leader", self.key_prefix)
     }
 
     /// Waits until this process has acquired the leader's key, and so has become the leader. Meanwhile, calls
     /// `on_leader_change` whenever the leader changes.
-    pub async fn campaign(&self, cluster: Arc<Cluster>, mut on_leader_change: impl FnMut(LeaderState)) -> Leadership {
+    pub async fn campaign_until_elected(
+        &self,
+        cluster: Arc<EtcdClusterClient>,
+        mut on_leader_change: impl FnMut(LeaderState),
+    ) -> Leadership {
         let mut reported_state = None;
         loop {
             let state = match self.try_campaign(&cluster).await {
@@ -91,13 +95,13 @@ impl Candidate {
             }
             reported_state = Some(state);
             if is_leader_unknown {
-                tokio::time::sleep(RETRY_INTERVAL).await;
+                tokio::time::sleep(LEADERSHIP_RETRY_INTERVAL).await;
             }
         }
     }
 
     /// Tries once to acquire the leader's key. Fails if another process holds it.
-    pub async fn campaign_once(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
+    pub async fn campaign_once(&self, cluster: Arc<EtcdClusterClient>) -> Result<Leadership, EtcdError> {
         match self.try_campaign(&cluster).await? {
             CampaignOutcome::Elected(leadership) => Ok(leadership),
             CampaignOutcome::Lost { leader_record: leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
@@ -107,28 +111,28 @@ impl Candidate {
         }
     }
 
-    pub async fn read_leader(&self, cluster: &Cluster) -> Result<LeaderState, EtcdError> {
+    pub async fn read_leader(&self, cluster: &EtcdClusterClient) -> Result<LeaderState, EtcdError> {
         let response = self.read_leader_key(cluster).await?;
         let value = response.kvs().first().map(|leader| String::from_utf8_lossy(leader.value()).into_owned());
         Ok(value.map_or(LeaderState::NoLeader, LeaderState::Leader))
     }
 
-    async fn read_leader_key(&self, cluster: &Cluster) -> Result<GetResponse, EtcdError> {
-        let request = |mut client: Client| {
+    async fn read_leader_key(&self, cluster: &EtcdClusterClient) -> Result<GetResponse, EtcdError> {
+        let get_leader_key = |mut client: Client| {
             let leader_key = self.leader_key();
             async move { client.get(leader_key, None).await }
         };
-        cluster.call_until(Deadline::now() + CALL_TIMEOUT, request).await
+        cluster.call_until(Deadline::now() + CLUSTER_REQUEST_TIMEOUT, get_leader_key).await
     }
 
-    async fn try_campaign(&self, cluster: &Arc<Cluster>) -> Result<CampaignOutcome, EtcdError> {
+    async fn try_campaign(&self, cluster: &Arc<EtcdClusterClient>) -> Result<CampaignOutcome, EtcdError> {
         let response = self.read_leader_key(cluster).await?;
         if let Some(leader) = response.kvs().first() {
             return Ok(CampaignOutcome::from_leader_key(leader));
         }
         let start_time = Deadline::now();
         let lease_seconds = self.lease_duration.as_secs() as i64;
-        let grant_request = cluster.call_until(start_time + CALL_TIMEOUT, |mut client| async move {
+        let grant_request = cluster.call_until(start_time + CLUSTER_REQUEST_TIMEOUT, |mut client| async move {
             client.lease_grant(lease_seconds, None).await
         });
         let lease_grant = grant_request.await?;
@@ -142,10 +146,9 @@ impl Candidate {
         if !matches!(campaign_result, Ok(CampaignOutcome::Elected(_))) {
             // The unused lease would also expire by itself, but revoking it is faster.
             let cluster_clone = cluster.clone();
-            drop(
-                cluster
-                    .spawn(async move { cluster_clone.revoke_lease(lease_id, Deadline::now() + CALL_TIMEOUT).await }),
-            );
+            drop(cluster.spawn(async move {
+                cluster_clone.revoke_lease(lease_id, Deadline::now() + CLUSTER_REQUEST_TIMEOUT).await
+            }));
         }
         campaign_result
     }
@@ -153,7 +156,7 @@ impl Candidate {
     /// Writes the leader's key with a lease that was requested at `start_time` and is valid for `lease_duration`.
     async fn write_leader_key(
         &self,
-        cluster: &Arc<Cluster>,
+        cluster: &Arc<EtcdClusterClient>,
         lease_id: i64,
         start_time: Deadline,
         lease_duration: Duration,
@@ -195,7 +198,7 @@ impl Candidate {
 
     fn start_leadership(
         &self,
-        cluster: &Arc<Cluster>,
+        cluster: &Arc<EtcdClusterClient>,
         lease_id: i64,
         term: i64,
         lease_duration: Duration,
@@ -223,20 +226,21 @@ impl Candidate {
         }
     }
 
-    /// Waits until the leader's key has changed after `revision`, but at most for [`POLL_INTERVAL`].
-    async fn wait_for_leader_key_change(&self, cluster: &Cluster, revision: i64) {
+    /// Waits until the leader's key has changed after `revision`, but at most for [`LEADER_POLL_INTERVAL`].
+    async fn wait_for_leader_key_change(&self, cluster: &EtcdClusterClient, revision: i64) {
         let watch_options = WatchOptions::new().with_start_revision(revision + 1);
         let start_watch = |mut client: Client| {
             let (key, watch_options) = (self.leader_key(), watch_options.clone());
             async move { client.watch(key, Some(watch_options)).await }
         };
         let wait_for_first_change = async {
-            let mut watch_stream = cluster.call_until(Deadline::now() + POLL_INTERVAL, start_watch).await.ok()?;
+            let mut watch_stream =
+                cluster.call_until(Deadline::now() + LEADER_POLL_INTERVAL, start_watch).await.ok()?;
             while watch_stream.message().await.ok()??.events().is_empty() {}
             Some(())
         };
-        if let Ok(None) = tokio::time::timeout(POLL_INTERVAL, wait_for_first_change).await {
-            tokio::time::sleep(RETRY_INTERVAL).await;
+        if let Ok(None) = tokio::time::timeout(LEADER_POLL_INTERVAL, wait_for_first_change).await {
+            tokio::time::sleep(LEADERSHIP_RETRY_INTERVAL).await;
         }
     }
 }
@@ -256,13 +260,13 @@ impl CampaignOutcome {
 
 /// Renews the lease until renewal is no longer possible. Then sends the reason to `end_reason_sender`.
 async fn renew_lease_until_end(
-    cluster: Arc<Cluster>,
+    cluster: Arc<EtcdClusterClient>,
     lease_id: i64,
     lease_duration: Duration,
     lease_end: Arc<AtomicU64>,
     end_reason_sender: watch::Sender<Option<String>>,
 ) {
-    let lease_deadline = || Deadline::at(Duration::from_nanos(lease_end.load(Ordering::Relaxed)));
+    let lease_deadline = || Deadline::from_time_since_boot(Duration::from_nanos(lease_end.load(Ordering::Relaxed)));
     loop {
         tokio::time::sleep((lease_duration / RENEWALS_PER_LEASE).min(lease_deadline().remaining_time())).await;
         if lease_deadline().remaining_time().is_zero() {
@@ -305,7 +309,7 @@ impl Leadership {
     }
 
     pub fn lease_deadline(&self) -> Deadline {
-        Deadline::at(Duration::from_nanos(self.lease_end_ns.load(Ordering::Relaxed)))
+        Deadline::from_time_since_boot(Duration::from_nanos(self.lease_end_ns.load(Ordering::Relaxed)))
     }
 
     /// Waits until the leadership ends, and returns the reason.
@@ -326,7 +330,7 @@ impl Leadership {
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewal_task.abort();
         self.lease_end_ns.store(0, Ordering::Relaxed);
-        self.cluster.revoke_lease(self.lease_id, Deadline::now() + CALL_TIMEOUT).await
+        self.cluster.revoke_lease(self.lease_id, Deadline::now() + CLUSTER_REQUEST_TIMEOUT).await
     }
 
     /// Executes operations in one transaction if this process is still the leader. `required_revision`, if given, is
@@ -335,7 +339,7 @@ impl Leadership {
         &self,
         required_revision: Option<(&str, i64)>,
         operations: &[TxnOp],
-    ) -> Result<WriteOutcome, EtcdError> {
+    ) -> Result<LeaderWriteOutcome, EtcdError> {
         let leader_condition = Compare::create_revision(self.leader_key.clone(), CompareOp::Equal, self.term);
         let mut conditions = vec![leader_condition];
         let mut read_operations = vec![TxnOp::get(self.leader_key.clone(), Some(GetOptions::new().with_keys_only()))];
@@ -351,7 +355,7 @@ impl Leadership {
         let txn_response = self.cluster.call_until(self.lease_deadline(), send_transaction).await?;
         if txn_response.succeeded() {
             let revision = txn_response.header().map_or(0, etcd_client::ResponseHeader::revision);
-            return Ok(WriteOutcome::Written { revision });
+            return Ok(LeaderWriteOutcome::Written { revision });
         }
         let mut read_entries = txn_response.op_responses().into_iter().map(|response| match response {
             TxnOpResponse::Get(get_response) => get_response.kvs().first().cloned(),
@@ -361,16 +365,16 @@ impl Leadership {
             self.lease_end_ns.store(0, Ordering::Relaxed);
             return Err(EtcdError::Deposed("another one does, or its lease has ended".to_owned()));
         }
-        Ok(WriteOutcome::Conflict(read_entries.next().flatten()))
+        Ok(LeaderWriteOutcome::Conflict(read_entries.next().flatten()))
     }
 
-    pub(crate) fn cluster(&self) -> &Arc<Cluster> {
+    pub(crate) fn cluster(&self) -> &Arc<EtcdClusterClient> {
         &self.cluster
     }
 }
 
 /// Outcome of a write that only the leader may do.
-pub(crate) enum WriteOutcome {
+pub(crate) enum LeaderWriteOutcome {
     /// The operations were executed. Contains the revision of the transaction.
     Written { revision: i64 },
     /// The key in `required_revision` has another revision, so nothing was written. Contains the key's current value.

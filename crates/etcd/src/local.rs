@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LocalMember {
+pub struct LocalEtcdMember {
     pub name: String,
     pub client_address: SocketAddr,
     /// Address at which the member accepts connections from other members.
@@ -15,14 +15,14 @@ pub struct LocalMember {
 
 /// TLS files (PEM) for a member's connections with clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ClientTls {
+pub struct ClientTlsFiles {
     /// Path of the file with the certificates of the authorities that may sign clients' certificates.
     pub ca_file: PathBuf,
     pub certificate_file: PathBuf,
     pub key_file: PathBuf,
 }
 
-impl LocalMember {
+impl LocalEtcdMember {
     /// Returns the `count` members of an etcd cluster at `address`. Each uses two ports, and all ports are consecutive.
     pub fn local_cluster_members(count: u16, address: IpAddr, first_port: u16) -> Vec<Self> {
         let member_with_number = |number: u16| Self {
@@ -48,11 +48,16 @@ impl LocalMember {
     }
 
     /// Returns the command that starts this member of a cluster. Its data persists below `directory`.
-    pub fn start_command(&self, cluster_members: &[LocalMember], directory: &Path) -> Command {
+    pub fn build_start_command(&self, cluster_members: &[LocalEtcdMember], directory: &Path) -> Command {
         self.start_command_at(cluster_members, directory, &self.endpoint())
     }
 
-    pub fn secure_start_command(&self, cluster_members: &[LocalMember], directory: &Path, tls: &ClientTls) -> Command {
+    pub fn build_secure_start_command(
+        &self,
+        cluster_members: &[LocalEtcdMember],
+        directory: &Path,
+        tls: &ClientTlsFiles,
+    ) -> Command {
         let mut command = self.start_command_at(cluster_members, directory, &self.secure_endpoint());
         command.arg("--client-cert-auth");
         for (option, file) in
@@ -63,7 +68,7 @@ impl LocalMember {
         command
     }
 
-    fn start_command_at(&self, cluster_members: &[LocalMember], directory: &Path, endpoint: &str) -> Command {
+    fn start_command_at(&self, cluster_members: &[LocalEtcdMember], directory: &Path, endpoint: &str) -> Command {
         let initial_cluster: Vec<String> =
             cluster_members.iter().map(|member| format!("{}=http://{}", member.name, member.peer_address)).collect();
         let mut command = Command::new("etcd");
@@ -82,20 +87,20 @@ impl LocalMember {
 }
 
 /// Ports outside of `ip_local_port_range` (32768 to 60999), so that the kernel does not assign them to other processes.
-const TEST_PORTS: std::ops::Range<u16> = 12_000..32_000;
+const TEST_PORT_RANGE: std::ops::Range<u16> = 12_000..32_000;
 
 /// Returns a loopback address with a free port that this process has not returned before. Processes search from
 /// different first ports.
 fn find_free_address() -> std::io::Result<SocketAddr> {
     static NEXT_PORT_OFFSET: AtomicU32 = AtomicU32::new(0);
-    let port_count = TEST_PORTS.len() as u32;
-    for _ in TEST_PORTS {
+    let port_count = TEST_PORT_RANGE.len() as u32;
+    for _ in TEST_PORT_RANGE {
         let port_offset =
             std::process::id().wrapping_mul(16) % port_count + NEXT_PORT_OFFSET.fetch_add(1, Ordering::Relaxed);
-        let port = TEST_PORTS.start + (port_offset % port_count) as u16;
+        let port = TEST_PORT_RANGE.start + (port_offset % port_count) as u16;
         if let Ok(listener) = TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
             return listener.local_addr();
         }
     }
-    Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, format!("no port of {TEST_PORTS:?} is free")))
+    Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, format!("no port of {TEST_PORT_RANGE:?} is free")))
 }

@@ -8,8 +8,8 @@ use coreward_model::ServerId;
 
 use crate::clock::round_down_to_seconds;
 use crate::config::FleetConfig;
-use crate::fleet::{AdminState, Fleet, FleetService};
-use crate::records::{DrainRecord, FleetRecords, Membership};
+use crate::fleet::{Fleet, FleetService, ServerAdminState};
+use crate::records::{DrainRecord, FleetRecords, ServiceMembership};
 
 /// Request to drain a server in all or some of its services.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub struct DrainRequest {
     /// Names of the services in which the server is drained, or `None` for all services.
     pub services: Option<BTreeSet<String>>,
     /// Whether even the last server of a service may be drained.
-    pub force: bool,
+    pub may_drain_last_server: bool,
 }
 
 /// Reason why a request to drain a server is rejected.
@@ -49,10 +49,10 @@ impl DrainRequest {
         takes_connections: impl Fn(&FleetService, ServerId) -> bool,
     ) -> Result<(), DrainError> {
         let id = find_server(fleet, &self.server_name)?;
-        let is_member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
+        let is_member = |service: &&FleetService| service.members.get(&id) == Some(&ServiceMembership::Present);
         let services: Vec<&FleetService> = fleet.services.iter().filter(is_member).collect();
         self.check_membership(&services)?;
-        if self.force {
+        if self.may_drain_last_server {
             return Ok(());
         }
         let is_covered =
@@ -89,14 +89,14 @@ impl DrainRequest {
 }
 
 pub fn find_server(fleet: &Fleet, server_name: &str) -> Result<ServerId, DrainError> {
-    let id = fleet.server_id(server_name).filter(|id| fleet.servers[id].admin_state != AdminState::Left);
+    let id = fleet.server_id(server_name).filter(|id| fleet.servers[id].admin_state != ServerAdminState::Left);
     id.ok_or_else(|| DrainError::UnknownServer(server_name.to_owned()))
 }
 
 impl FleetRecords {
     /// Records a drain of the server, in addition to earlier drains. `generation` is the generation of the
     /// configuration that will contain the drain. Returns whether the records have changed.
-    pub fn drain(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
+    pub fn drain_server(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
         let is_requested_server =
             |server: &&mut crate::records::ServerRecord| server.is_in_document && server.name == request.server_name;
         let Some(server) = self.servers.values_mut().find(is_requested_server) else { return false };
@@ -116,7 +116,7 @@ impl FleetRecords {
     }
 
     /// Ends the drain of the server. Returns whether the server was drained.
-    pub fn undrain(&mut self, server: &str) -> bool {
+    pub fn undrain_server(&mut self, server: &str) -> bool {
         let matching_records = self.servers.values_mut().filter(|record| record.name == server);
         // At most one server has the name.
         matching_records.filter_map(|record| record.drain.take()).count() > 0
@@ -126,7 +126,7 @@ impl FleetRecords {
     /// are omitted.
     pub fn remaining_drains(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
         let existing_services: BTreeSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
-        let remaining_drain = |drain: &DrainRecord| {
+        let to_remaining_drain = |drain: &DrainRecord| {
             let mut drain = drain.clone();
             if let Some(services) = &mut drain.services {
                 services.retain(|service| existing_services.contains(service.as_str()));
@@ -135,36 +135,40 @@ impl FleetRecords {
         };
         let servers_in_document = self.servers.values().filter(|server| server.is_in_document);
         servers_in_document
-            .filter_map(|server| Some((server.name.clone(), remaining_drain(server.drain.as_ref()?)?)))
+            .filter_map(|server| Some((server.name.clone(), to_remaining_drain(server.drain.as_ref()?)?)))
             .collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use coreward_config::Source;
+    use coreward_config::TomlSource;
     use coreward_model::rss::seeded_rng;
 
     use super::*;
 
-    fn fleet_config(servers: &[&str], additional_text: &str) -> FleetConfig {
+    fn fleet_config_with_servers(servers: &[&str], additional_text: &str) -> FleetConfig {
         let mut text = String::new();
         for server in servers {
             text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
         }
         text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
-        FleetConfig::parse(&Source::from_text("fleet.toml", &format!("{text}{additional_text}"))).unwrap()
+        FleetConfig::parse(&TomlSource::from_text("fleet.toml", &format!("{text}{additional_text}"))).unwrap()
     }
 
     const API_SERVICE_TOML: &str = "[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\nservers = [\"s1\"]\n";
 
-    fn at(seconds: u64) -> Duration {
+    fn time_from_seconds(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
     }
 
     fn drain_request(server: &str, services: &[&str]) -> DrainRequest {
         let services: BTreeSet<String> = services.iter().map(|service| (*service).to_owned()).collect();
-        DrainRequest { server_name: server.into(), services: (!services.is_empty()).then_some(services), force: false }
+        DrainRequest {
+            server_name: server.into(),
+            services: (!services.is_empty()).then_some(services),
+            may_drain_last_server: false,
+        }
     }
 
     fn drain_record<'a>(records: &'a FleetRecords, server: &str) -> Option<&'a DrainRecord> {
@@ -174,71 +178,74 @@ mod tests {
     /// Returns new records to which `config` has been applied.
     fn records_after_applying(config: &FleetConfig) -> FleetRecords {
         let random_source = &mut seeded_rng(1, 0);
-        let mut records = FleetRecords::generate(at(0), random_source);
-        records.apply_document(config, at(0), random_source).unwrap();
+        let mut records = FleetRecords::generate(time_from_seconds(0), random_source);
+        records.apply_document(config, time_from_seconds(0), random_source).unwrap();
         records
     }
 
     #[test]
     fn drain_remains_while_documents_contain_the_server() {
         let (config_with_both, config_with_first) =
-            (fleet_config(&["s1", "s2"], API_SERVICE_TOML), fleet_config(&["s1"], ""));
+            (fleet_config_with_servers(&["s1", "s2"], API_SERVICE_TOML), fleet_config_with_servers(&["s1"], ""));
         let mut records = records_after_applying(&config_with_both);
-        assert!(records.drain(&drain_request("s1", &[]), 7, at(10)));
-        assert!(!records.drain(&drain_request("s1", &[]), 8, at(20)), "it is so already");
+        assert!(records.drain_server(&drain_request("s1", &[]), 7, time_from_seconds(10)));
+        assert!(!records.drain_server(&drain_request("s1", &[]), 8, time_from_seconds(20)), "it is so already");
         assert_eq!(
             drain_record(&records, "s1"),
-            Some(&DrainRecord { changed_at: at(10), generation: 7, services: None })
+            Some(&DrainRecord { changed_at: time_from_seconds(10), generation: 7, services: None })
         );
         let random_source = &mut seeded_rng(2, 0);
-        records.apply_document(&config_with_first, at(30), random_source).unwrap();
-        assert_eq!(drain_record(&records, "s1").map(|drain| drain.changed_at), Some(at(10)));
+        records.apply_document(&config_with_first, time_from_seconds(30), random_source).unwrap();
+        assert_eq!(drain_record(&records, "s1").map(|drain| drain.changed_at), Some(time_from_seconds(10)));
         // A server that leaves and returns is not drained.
-        records.apply_document(&fleet_config(&["s2"], ""), at(40), random_source).unwrap();
-        records.apply_document(&config_with_first, at(50), random_source).unwrap();
+        records.apply_document(&fleet_config_with_servers(&["s2"], ""), time_from_seconds(40), random_source).unwrap();
+        records.apply_document(&config_with_first, time_from_seconds(50), random_source).unwrap();
         assert_eq!(drain_record(&records, "s1"), None);
-        assert!(!records.undrain("s1"));
+        assert!(!records.undrain_server("s1"));
     }
 
     #[test]
     fn drain_of_chosen_services_leaves_others_active() {
-        let config_with_both = fleet_config(&["s1", "s2"], API_SERVICE_TOML);
+        let config_with_both = fleet_config_with_servers(&["s1", "s2"], API_SERVICE_TOML);
         let mut records = records_after_applying(&config_with_both);
-        assert!(records.drain(&drain_request("s1", &["api"]), 2, at(10)));
+        assert!(records.drain_server(&drain_request("s1", &["api"]), 2, time_from_seconds(10)));
         let fleet = Fleet::new(&config_with_both, &records);
         let id = fleet.server_id("s1").unwrap();
-        let eligibilities: Vec<bool> = fleet.services.iter().map(|service| fleet.is_eligible(service, id)).collect();
+        let eligibilities: Vec<bool> =
+            fleet.services.iter().map(|service| fleet.is_server_eligible(service, id)).collect();
         assert_eq!(eligibilities, [true, false]);
-        assert!(fleet.is_draining(id) && !fleet.is_draining(fleet.server_id("s2").unwrap()));
-        assert!(!records.drain(&drain_request("s1", &["api"]), 3, at(20)));
-        assert!(records.drain(&drain_request("s1", &["web"]), 3, at(20)));
+        assert!(fleet.is_server_draining(id) && !fleet.is_server_draining(fleet.server_id("s2").unwrap()));
+        assert!(!records.drain_server(&drain_request("s1", &["api"]), 3, time_from_seconds(20)));
+        assert!(records.drain_server(&drain_request("s1", &["web"]), 3, time_from_seconds(20)));
         let drained_services = drain_record(&records, "s1").unwrap().services.clone();
         assert_eq!(drained_services, drain_request("", &["api", "web"]).services);
         // A removed service ends its part of the drain.
         let random_source = &mut seeded_rng(2, 0);
-        records.apply_document(&fleet_config(&["s1", "s2"], ""), at(30), random_source).unwrap();
+        records
+            .apply_document(&fleet_config_with_servers(&["s1", "s2"], ""), time_from_seconds(30), random_source)
+            .unwrap();
         assert_eq!(drain_record(&records, "s1").unwrap().services, drain_request("", &["web"]).services);
-        assert!(records.drain(&drain_request("s1", &[]), 9, at(40)));
+        assert!(records.drain_server(&drain_request("s1", &[]), 9, time_from_seconds(40)));
         assert_eq!(
             drain_record(&records, "s1"),
-            Some(&DrainRecord { changed_at: at(40), generation: 9, services: None })
+            Some(&DrainRecord { changed_at: time_from_seconds(40), generation: 9, services: None })
         );
-        assert!(records.undrain("s1"));
-        assert!(records.drain(&drain_request("s1", &["web"]), 10, at(50)));
+        assert!(records.undrain_server("s1"));
+        assert!(records.drain_server(&drain_request("s1", &["web"]), 10, time_from_seconds(50)));
         let other_text =
             "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[service]]\nname = \"new\"\nvip = \"10.200.0.1:82\"\n";
-        let other_config = FleetConfig::parse(&Source::from_text("fleet.toml", other_text)).unwrap();
-        records.apply_document(&other_config, at(60), random_source).unwrap();
+        let other_config = FleetConfig::parse(&TomlSource::from_text("fleet.toml", other_text)).unwrap();
+        records.apply_document(&other_config, time_from_seconds(60), random_source).unwrap();
         assert_eq!(drain_record(&records, "s1"), None);
     }
 
     #[test]
     fn unknown_or_last_server_cannot_be_drained() {
-        let config_with_both = fleet_config(&["s1", "s2"], API_SERVICE_TOML);
+        let config_with_both = fleet_config_with_servers(&["s1", "s2"], API_SERVICE_TOML);
         let mut records = records_after_applying(&config_with_both);
         let check_drain = |records: &FleetRecords, request: DrainRequest| {
             let fleet = Fleet::new(&config_with_both, records);
-            let check_result = request.check(&fleet, |service, id| fleet.is_eligible(service, id));
+            let check_result = request.check(&fleet, |service, id| fleet.is_server_eligible(service, id));
             check_result.map_err(|drain_error| drain_error.to_string())
         };
         assert_eq!(
@@ -252,8 +259,11 @@ mod tests {
         let expected_error = "no other server of api takes new connections: expected one, or `force`";
         assert_eq!(check_drain(&records, drain_request("s1", &[])).unwrap_err(), expected_error);
         assert_eq!(check_drain(&records, drain_request("s1", &["web"])), Ok(()));
-        assert_eq!(check_drain(&records, DrainRequest { force: true, ..drain_request("s1", &[]) }), Ok(()));
-        records.drain(&drain_request("s1", &[]), 2, at(1));
+        assert_eq!(
+            check_drain(&records, DrainRequest { may_drain_last_server: true, ..drain_request("s1", &[]) }),
+            Ok(())
+        );
+        records.drain_server(&drain_request("s1", &[]), 2, time_from_seconds(1));
         // The server takes no new connections already, so draining it again is allowed.
         assert_eq!(check_drain(&records, drain_request("s1", &[])), Ok(()));
         let expected_error = "no other server of web takes new connections: expected one, or `force`";

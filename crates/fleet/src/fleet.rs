@@ -9,7 +9,7 @@ use std::time::Duration;
 use coreward_api::types::AuditEntry;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::{ServiceMigration, ServiceSettings, TimestampOrigin};
-use coreward_model::health::{HealthCheck, Probe, WhenAllDown};
+use coreward_model::health::{HealthCheck, HealthProbe, WhenAllDown};
 use coreward_model::lb_stamping;
 use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
@@ -23,9 +23,9 @@ use coreward_wire::{
     ServiceIndex,
 };
 
-use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, TableTiming};
-use crate::key_ring::KeyRing;
-use crate::records::{DrainRecord, FleetDocument, FleetRecords, LoadBalancerRecord, Membership, ServerRecord};
+use crate::config::{FleetConfig, MigrationLoadBalancer, PlacementTableTiming, ServerConfig, ServerDrainState};
+use crate::key_ring::CookieKeyRing;
+use crate::records::{DrainRecord, FleetDocument, FleetRecords, LoadBalancerRecord, ServerRecord, ServiceMembership};
 
 /// Active configuration of the fleet, merged from the fleet document and the records. With the agents' reports, it is
 /// the input of all decisions by the controller.
@@ -34,11 +34,11 @@ pub struct Fleet {
     /// Generation of the configuration, which increases with every change.
     pub generation: u64,
     pub report_interval: Duration,
-    pub table_updates: TableTiming,
+    pub table_updates: PlacementTableTiming,
     /// Time for which load balancers use placement tables that depend on loads if no controller leads.
     pub table_lifetime: Duration,
     pub load_ewma_alpha: SmoothingWeight,
-    pub key_ring: KeyRing,
+    pub key_ring: CookieKeyRing,
     /// Interval between key rotations, or `None` if keys are rotated by command only.
     pub key_rotation_interval: Option<Duration>,
     pub max_connection_lifetime: Duration,
@@ -67,7 +67,7 @@ pub struct FleetServer {
     pub name: String,
     /// Address at which load balancers reach the server.
     pub address: IpAddr,
-    pub admin_state: AdminState,
+    pub admin_state: ServerAdminState,
     /// Relative share of new connections.
     pub weight: ServerWeight,
     /// Capacity in cores, or `None` to use the number of the server's cores.
@@ -86,7 +86,7 @@ impl FleetServer {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AdminState {
+pub enum ServerAdminState {
     /// The server takes new connections.
     Active,
     /// The server keeps its established connections, but takes no new ones.
@@ -102,7 +102,7 @@ pub struct FleetService {
     pub index: ServiceIndex,
     pub mode: ServiceSettings,
     /// Other load balancer of the service's migration, or `None` if the service does not migrate.
-    pub other_balancer: Option<OtherBalancer>,
+    pub other_balancer: Option<MigrationLoadBalancer>,
     /// Name of the placement policy, one of `coreward_model::policy::names()`.
     pub policy: &'static str,
     /// Level of detail of the load balancers' counters that the policy needs.
@@ -116,7 +116,7 @@ pub struct FleetService {
     pub hash_seed: u64,
     pub buckets: BucketCount,
     /// Present and former servers of the service, by id.
-    pub members: BTreeMap<ServerId, Membership>,
+    pub members: BTreeMap<ServerId, ServiceMembership>,
     /// Current and previous server of each bucket, from the records.
     pub bucket_history: BucketHistory,
 }
@@ -172,13 +172,13 @@ impl Fleet {
             .iter()
             .map(|(id, record)| {
                 let listed_server = listed_servers.get(record.name.as_str()).filter(|_| record.is_in_document);
-                (*id, fleet_server(record, listed_server.copied()))
+                (*id, build_fleet_server(record, listed_server.copied()))
             })
             .collect();
         let mut server_ids_by_name = HashMap::<String, ServerId, _>::default();
         for (id, server) in &servers {
             // If two ids have one name (the operator changed the id), the id in the document counts.
-            if server.admin_state != AdminState::Left || !server_ids_by_name.contains_key(&server.name) {
+            if server.admin_state != ServerAdminState::Left || !server_ids_by_name.contains_key(&server.name) {
                 server_ids_by_name.insert(server.name.clone(), *id);
             }
         }
@@ -216,19 +216,19 @@ impl Fleet {
 
     /// Returns the racks through which the server's agent may connect, or `None` if it may use any rack. The agent may
     /// always connect directly.
-    pub fn server_allowed_racks(&self, id: ServerId) -> Option<&BTreeSet<String>> {
+    pub fn racks_allowed_for_server(&self, id: ServerId) -> Option<&BTreeSet<String>> {
         self.servers[&id].allowed_racks.as_ref().or(self.allowed_racks.as_ref())
     }
 
     pub fn may_connect_through_rack(&self, id: ServerId, rack: &str) -> bool {
-        self.server_allowed_racks(id).is_none_or(|racks| racks.contains(rack))
+        self.racks_allowed_for_server(id).is_none_or(|racks| racks.contains(rack))
     }
 
     /// Counts the servers that may connect through each rack, in one pass over the servers.
-    pub fn rack_server_counts(&self) -> RackServerCounts<'_> {
+    pub fn server_counts_by_rack(&self) -> RackServerCounts<'_> {
         let mut server_counts = RackServerCounts::default();
         for id in self.servers.keys() {
-            match self.server_allowed_racks(*id) {
+            match self.racks_allowed_for_server(*id) {
                 None => server_counts.unrestricted_server_count += 1,
                 Some(racks) => {
                     racks.iter().for_each(|rack| *server_counts.restricted_counts_by_rack.entry(rack).or_default() += 1)
@@ -239,24 +239,25 @@ impl Fleet {
     }
 
     /// Returns whether the server's administrative state permits new connections to the service.
-    pub fn is_eligible(&self, service: &FleetService, id: ServerId) -> bool {
+    pub fn is_server_eligible(&self, service: &FleetService, id: ServerId) -> bool {
         let server = &self.servers[&id];
-        service.members.get(&id) == Some(&Membership::Present)
-            && server.admin_state == AdminState::Active
+        service.members.get(&id) == Some(&ServiceMembership::Present)
+            && server.admin_state == ServerAdminState::Active
             && server.weight.get() > 0
             && !server.is_drained_in(&service.name)
     }
 
     /// Returns whether the server takes no new connections to any service, or is drained in a service. In both cases,
     /// an operator may be waiting for its connections to end.
-    pub fn is_draining(&self, id: ServerId) -> bool {
+    pub fn is_server_draining(&self, id: ServerId) -> bool {
         let mut member_services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
         self.servers[&id].drain.is_some()
-            || member_services.peek().is_some() && !member_services.any(|service| self.is_eligible(service, id))
+            || member_services.peek().is_some() && !member_services.any(|service| self.is_server_eligible(service, id))
     }
 
     pub fn has_left_service(&self, service: &FleetService, id: ServerId) -> bool {
-        service.members.get(&id) != Some(&Membership::Present) || self.servers[&id].admin_state == AdminState::Left
+        service.members.get(&id) != Some(&ServiceMembership::Present)
+            || self.servers[&id].admin_state == ServerAdminState::Left
     }
 
     pub fn is_stamping_server(&self, id: ServerId) -> bool {
@@ -285,7 +286,7 @@ impl Fleet {
     fn load_balancer_service(&self, service: &FleetService) -> Service {
         let to_server = |id: ServerId| {
             let fleet_server = &self.servers[&id];
-            let is_eligible = self.is_eligible(service, id);
+            let is_eligible = self.is_server_eligible(service, id);
             let has_left = self.has_left_service(service, id);
             let FleetServer { address, weight, capacity, vlan, .. } = *fleet_server;
             Server { name: fleet_server.name.clone(), id, address, is_eligible, has_left, weight, capacity, vlan }
@@ -298,7 +299,7 @@ impl Fleet {
             policy_name: service.policy.to_owned(),
             telemetry_level: service.telemetry_level,
             // Checks of agents are left out, because the controller makes them itself.
-            health_check: service.health_check.clone().filter(|check| check.probe != Probe::Agent),
+            health_check: service.health_check.clone().filter(|check| check.probe != HealthProbe::Agent),
             when_all_down: service.when_all_down,
             time_key: service.is_lb_stamped().then(|| lb_stamping::draw_time_key(service.hash_seed)),
             servers: service.members.keys().copied().map(to_server).chain(service.other_balancer_as_server()).collect(),
@@ -329,21 +330,21 @@ impl Fleet {
             fleet_rss_key: self.rss_key.clone(),
             server_id: id,
             previous_servers: previous_owners.iter().filter_map(to_previous_server).chain(previous_balancers).collect(),
-            is_draining: self.is_draining(id),
+            is_draining: self.is_server_draining(id),
             address: self.servers.get(&id).map(|server| server.address),
         }
     }
 }
 
 /// Combines the record of a server with the server's entry in the fleet document, if there is one.
-fn fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig>) -> FleetServer {
+fn build_fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig>) -> FleetServer {
     FleetServer {
         name: record.name.clone(),
         address: record.address,
         admin_state: match listed_server.map(|server| server.state) {
-            Some(ServerState::Active) => AdminState::Active,
-            Some(ServerState::Draining) => AdminState::Draining,
-            None => AdminState::Left,
+            Some(ServerDrainState::Active) => ServerAdminState::Active,
+            Some(ServerDrainState::Draining) => ServerAdminState::Draining,
+            None => ServerAdminState::Left,
         },
         weight: listed_server.map_or(ServerWeight::ONE, |server| server.weight),
         capacity: listed_server.and_then(|server| server.capacity),
@@ -374,14 +375,14 @@ fn active_services(config: &FleetConfig, records: &FleetRecords) -> Vec<FleetSer
             })
         });
         let service =
-            fleet_service(service, records, members_by_service.remove(service.name.as_str()).unwrap_or_default());
+            build_fleet_service(service, records, members_by_service.remove(service.name.as_str()).unwrap_or_default());
         FleetService { mode: ServiceSettings { migration, ..service.mode }, ..service }
     };
     config.services.iter().map(&mut to_service_with_migration).collect()
 }
 
-fn members_by_service(records: &FleetRecords) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
-    let mut members_by_service: HashMap<&str, BTreeMap<ServerId, Membership>> = HashMap::new();
+fn members_by_service(records: &FleetRecords) -> HashMap<&str, BTreeMap<ServerId, ServiceMembership>> {
+    let mut members_by_service: HashMap<&str, BTreeMap<ServerId, ServiceMembership>> = HashMap::new();
     for (id, server) in &records.servers {
         for (service, membership) in &server.memberships {
             members_by_service.entry(service).or_default().insert(*id, *membership);
@@ -390,10 +391,10 @@ fn members_by_service(records: &FleetRecords) -> HashMap<&str, BTreeMap<ServerId
     members_by_service
 }
 
-fn fleet_service(
+fn build_fleet_service(
     service: &crate::config::ServiceConfig,
     records: &FleetRecords,
-    members: BTreeMap<ServerId, Membership>,
+    members: BTreeMap<ServerId, ServiceMembership>,
 ) -> FleetService {
     let service_record = &records.services[&service.name];
     FleetService {

@@ -23,13 +23,13 @@ use rand::Rng;
 
 use crate::clock::round_down_to_seconds;
 use crate::config::FleetConfig;
-use crate::key_ring::KeyRing;
+use crate::key_ring::CookieKeyRing;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FleetRecords {
     /// Number that increases with every change of the records or the configuration.
     pub generation: u64,
-    pub key_ring: KeyRing,
+    pub key_ring: CookieKeyRing,
     pub rss_key: RssKey,
     pub services: BTreeMap<String, ServiceRecord>,
     pub servers: BTreeMap<ServerId, ServerRecord>,
@@ -91,7 +91,7 @@ pub struct ServerRecord {
     /// Whether the fleet document contains the server.
     pub is_in_document: bool,
     /// Memberships by service name, for all services whose cookies may contain the server's id.
-    pub memberships: BTreeMap<String, Membership>,
+    pub memberships: BTreeMap<String, ServiceMembership>,
     pub drain: Option<DrainRecord>,
     /// Racks that may report for the server, from its newest entry in the document, or `None` for the fleet's racks.
     pub allowed_racks: Option<BTreeSet<String>>,
@@ -100,7 +100,7 @@ pub struct ServerRecord {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Membership {
+pub enum ServiceMembership {
     /// The server is in the service's pool.
     Present,
     /// The server left the pool at this time (whole seconds since 1970, as stored).
@@ -111,7 +111,7 @@ impl FleetRecords {
     pub fn generate(now: Duration, random: &mut impl Rng) -> Self {
         Self {
             generation: 0,
-            key_ring: KeyRing::generate(now, random),
+            key_ring: CookieKeyRing::generate(now, random),
             rss_key: RssKey::random(random),
             services: BTreeMap::new(),
             servers: BTreeMap::new(),
@@ -132,7 +132,7 @@ impl FleetRecords {
     ) -> Result<(), Diagnostics> {
         let mut new_records = self.clone();
         new_records.remove_expired(config.max_connection_lifetime, now);
-        new_records.record_services(config, random);
+        new_records.update_service_records(config, random);
         let server_ids = new_records.assign_server_ids(config, random)?;
         new_records.record_servers_and_memberships(config, &server_ids, now);
         new_records.generation += 1;
@@ -165,7 +165,7 @@ impl FleetRecords {
         self.load_balancers.remove(name).is_some()
     }
 
-    pub fn record_disconnect(&mut self, name: &str, now: Duration) {
+    pub fn record_load_balancer_disconnect(&mut self, name: &str, now: Duration) {
         if let Some(record) = self.load_balancers.get_mut(name) {
             record.disconnected_at.get_or_insert(round_down_to_seconds(now));
         }
@@ -181,15 +181,15 @@ impl FleetRecords {
         let previous_servers = self.servers.clone();
         for server in self.servers.values_mut() {
             server.memberships.retain(|_, membership| match membership {
-                Membership::Present => true,
-                Membership::LeftAt(left_at) => now.saturating_sub(*left_at) < max_connection_lifetime,
+                ServiceMembership::Present => true,
+                ServiceMembership::LeftAt(left_at) => now.saturating_sub(*left_at) < max_connection_lifetime,
             });
         }
         self.servers.retain(|_, server| server.is_id_in_use());
         self.servers != previous_servers || self.load_balancers.len() != previous_balancer_count
     }
 
-    fn record_services(&mut self, config: &FleetConfig, random: &mut impl Rng) {
+    fn update_service_records(&mut self, config: &FleetConfig, random: &mut impl Rng) {
         let listed_names: HashSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         self.services.retain(|name, _| listed_names.contains(name.as_str()));
         let mut used_indexes: HashSet<ServiceIndex> = self.services.values().map(|service| service.index).collect();
@@ -215,7 +215,7 @@ impl FleetRecords {
 
     /// Returns the id of each server in `config`: the operator's choice, the previous id, or a random free id.
     fn assign_server_ids(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
-        let previous_ids = self.ids_by_name();
+        let previous_ids = self.server_ids_by_name();
         let lb_stamped_server_positions = lb_stamped_server_positions(config);
         let mut free_ids = self.free_ids(config);
         let mut server_ids = Vec::with_capacity(config.servers.len());
@@ -246,7 +246,7 @@ impl FleetRecords {
                 Err(mistake) => mistakes.push(mistake),
             }
         }
-        if mistakes.is_empty() { Ok(server_ids) } else { Err(config.diagnostics(mistakes)) }
+        if mistakes.is_empty() { Ok(server_ids) } else { Err(config.diagnostics_for_mistakes(mistakes)) }
     }
 
     /// Returns the configured id, or the reason why the server cannot have it yet.
@@ -262,7 +262,7 @@ impl FleetRecords {
     }
 
     /// Returns server ids by server name. If the operator changed a server's id, the map has the id in the document.
-    fn ids_by_name(&self) -> HashMap<String, ServerId> {
+    fn server_ids_by_name(&self) -> HashMap<String, ServerId> {
         let mut ids_by_name = HashMap::new();
         for (id, server) in &self.servers {
             if server.is_in_document || !ids_by_name.contains_key(&server.name) {
@@ -288,8 +288,10 @@ impl FleetRecords {
         for server in self.servers.values_mut() {
             server.is_in_document = false;
             server.drain = None;
-            for membership in server.memberships.values_mut().filter(|membership| **membership == Membership::Present) {
-                *membership = Membership::LeftAt(round_down_to_seconds(now));
+            for membership in
+                server.memberships.values_mut().filter(|membership| **membership == ServiceMembership::Present)
+            {
+                *membership = ServiceMembership::LeftAt(round_down_to_seconds(now));
             }
         }
         for (server, id) in config.servers.iter().zip(ids) {
@@ -309,7 +311,7 @@ impl FleetRecords {
             for id in service.server_positions.iter().map(|position| ids[*position]) {
                 let server_record =
                     self.servers.get_mut(&id).expect("every server of the file has just been written down");
-                server_record.memberships.insert(service.name.clone(), Membership::Present);
+                server_record.memberships.insert(service.name.clone(), ServiceMembership::Present);
             }
         }
         self.servers.retain(|_, server| server.is_id_in_use());
@@ -340,7 +342,7 @@ fn draw_server_id(free_ids: &mut Vec<ServerId>, id_limit: u64, random: &mut impl
 
 #[cfg(test)]
 mod tests {
-    use coreward_config::Source;
+    use coreward_config::TomlSource;
     use coreward_model::rss::seeded_rng;
     use proptest::prelude::*;
 
@@ -360,10 +362,10 @@ mod tests {
         if !api_servers.is_empty() {
             text += &format!("[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\nservers = {api_servers:?}\n");
         }
-        FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
+        FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).unwrap()
     }
 
-    fn at(seconds: u64) -> Duration {
+    fn time_at_second(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
     }
 
@@ -374,20 +376,26 @@ mod tests {
     #[test]
     fn servers_keep_ids_across_documents() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = FleetRecords::generate(at(0), random);
-        records.apply_document(&two_service_config(&["s1", "s2", "s3=7"], &["s1"]), at(0), random).unwrap();
+        let mut records = FleetRecords::generate(time_at_second(0), random);
+        records.apply_document(&two_service_config(&["s1", "s2", "s3=7"], &["s1"]), time_at_second(0), random).unwrap();
         let ids_before = id_numbers_by_name(&records);
         assert_eq!(ids_before["s3"], 7);
         let services_before = records.services.clone();
-        records.apply_document(&two_service_config(&["s1", "s3=7", "s4"], &["s1"]), at(10), random).unwrap();
+        records
+            .apply_document(&two_service_config(&["s1", "s3=7", "s4"], &["s1"]), time_at_second(10), random)
+            .unwrap();
         assert_eq!(
             records.servers.values().find(|s| s.name == "s2").unwrap().memberships["web"],
-            Membership::LeftAt(at(10))
+            ServiceMembership::LeftAt(time_at_second(10))
         );
-        records.apply_document(&two_service_config(&["s4", "s3", "s2", "s1"], &["s1"]), at(20), random).unwrap();
+        records
+            .apply_document(&two_service_config(&["s4", "s3", "s2", "s1"], &["s1"]), time_at_second(20), random)
+            .unwrap();
         let ids_after = id_numbers_by_name(&records);
         assert!(ids_before.iter().all(|(name, id)| ids_after[name] == *id), "{ids_before:?} {ids_after:?}");
-        assert!(records.servers.values().all(|s| s.is_in_document && s.memberships["web"] == Membership::Present));
+        assert!(
+            records.servers.values().all(|s| s.is_in_document && s.memberships["web"] == ServiceMembership::Present)
+        );
         assert_eq!(records.services, services_before);
         assert_eq!(records.generation, 3);
     }
@@ -395,52 +403,58 @@ mod tests {
     #[test]
     fn id_of_departed_server_is_reserved_until_it_expires() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = FleetRecords::generate(at(0), random);
-        records.apply_document(&two_service_config(&["s1", "s2=7"], &[]), at(0), random).unwrap();
-        records.apply_document(&two_service_config(&["s1"], &[]), at(100), random).unwrap();
+        let mut records = FleetRecords::generate(time_at_second(0), random);
+        records.apply_document(&two_service_config(&["s1", "s2=7"], &[]), time_at_second(0), random).unwrap();
+        records.apply_document(&two_service_config(&["s1"], &[]), time_at_second(100), random).unwrap();
         let reserved_id_error =
-            records.apply_document(&two_service_config(&["s1", "s3=7"], &[]), at(200), random).unwrap_err();
+            records.apply_document(&two_service_config(&["s1", "s3=7"], &[]), time_at_second(200), random).unwrap_err();
         assert_eq!(
             reserved_id_error.to_string(),
             "fleet.toml:7:6: key `server.id`: server id 7 belongs to server \"s2\", whose connections may still carry \
              it: expected one that is free, or none to have one drawn"
         );
         assert_eq!(records.generation, 2, "a rejected configuration changes nothing");
-        assert!(!records.remove_expired(at(86_400), at(86_499)));
-        assert!(records.remove_expired(at(86_400), at(86_500)));
-        records.apply_document(&two_service_config(&["s1", "s3=7"], &[]), at(86_500), random).unwrap();
+        assert!(!records.remove_expired(time_at_second(86_400), time_at_second(86_499)));
+        assert!(records.remove_expired(time_at_second(86_400), time_at_second(86_500)));
+        records.apply_document(&two_service_config(&["s1", "s3=7"], &[]), time_at_second(86_500), random).unwrap();
         assert_eq!(id_numbers_by_name(&records)["s3"], 7);
     }
 
     #[test]
     fn old_id_is_reserved_after_a_server_changes_its_id() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = FleetRecords::generate(at(0), random);
-        records.apply_document(&two_service_config(&["s1=5"], &[]), at(0), random).unwrap();
-        records.apply_document(&two_service_config(&["s1=6"], &[]), at(10), random).unwrap();
+        let mut records = FleetRecords::generate(time_at_second(0), random);
+        records.apply_document(&two_service_config(&["s1=5"], &[]), time_at_second(0), random).unwrap();
+        records.apply_document(&two_service_config(&["s1=6"], &[]), time_at_second(10), random).unwrap();
         let server_states: Vec<_> =
             records.servers.iter().map(|(id, s)| (id.get(), s.is_in_document, s.memberships["web"])).collect();
-        assert_eq!(server_states, [(5, false, Membership::LeftAt(at(10))), (6, true, Membership::Present)]);
-        assert_eq!(records.ids_by_name()["s1"].get(), 6);
+        assert_eq!(
+            server_states,
+            [(5, false, ServiceMembership::LeftAt(time_at_second(10))), (6, true, ServiceMembership::Present)]
+        );
+        assert_eq!(records.server_ids_by_name()["s1"].get(), 6);
     }
 
     #[test]
     fn server_leaves_one_service_and_stays_in_another() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = FleetRecords::generate(at(0), random);
-        records.apply_document(&two_service_config(&["s1", "s2"], &["s1", "s2"]), at(0), random).unwrap();
-        records.apply_document(&two_service_config(&["s1", "s2"], &["s2"]), at(10), random).unwrap();
+        let mut records = FleetRecords::generate(time_at_second(0), random);
+        records.apply_document(&two_service_config(&["s1", "s2"], &["s1", "s2"]), time_at_second(0), random).unwrap();
+        records.apply_document(&two_service_config(&["s1", "s2"], &["s2"]), time_at_second(10), random).unwrap();
         let s1 = records.servers.values().find(|s| s.name == "s1").unwrap();
-        assert_eq!((s1.memberships["web"], s1.memberships["api"]), (Membership::Present, Membership::LeftAt(at(10))));
+        assert_eq!(
+            (s1.memberships["web"], s1.memberships["api"]),
+            (ServiceMembership::Present, ServiceMembership::LeftAt(time_at_second(10)))
+        );
     }
 
     /// A server of a service with LB-side stamping gets an id that fits the cookie. Old connections keep the old id.
     #[test]
     fn servers_of_lb_stamped_services_get_ids_that_fit_the_cookie() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = FleetRecords::generate(at(0), random);
+        let mut records = FleetRecords::generate(time_at_second(0), random);
         let config_without_lb_stamping = two_service_config(&["s1", "s2", "s3=9000"], &["s1", "s2"]);
-        records.apply_document(&config_without_lb_stamping, at(0), random).unwrap();
+        records.apply_document(&config_without_lb_stamping, time_at_second(0), random).unwrap();
         let ids_before = id_numbers_by_name(&records);
         assert!(ids_before["s1"] >= 2048, "{ids_before:?}: choose another seed");
         let mut text = String::new();
@@ -450,27 +464,27 @@ mod tests {
         text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
         text +=
             "[[service]]\nname = \"old\"\nvip = \"10.200.0.1:81\"\ntimestamps = \"lb\"\nservers = [\"s1\", \"s4\"]\n";
-        let config_with_lb_stamping = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
-        records.apply_document(&config_with_lb_stamping, at(10), random).unwrap();
-        let ids_by_name = records.ids_by_name();
-        let current_id = |name: &str| ids_by_name[name].get();
-        assert!(current_id("s1") < 2048 && current_id("s4") < 2048, "{ids_by_name:?}");
-        assert_eq!((current_id("s2"), current_id("s3")), (ids_before["s2"], 9000));
+        let config_with_lb_stamping = FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).unwrap();
+        records.apply_document(&config_with_lb_stamping, time_at_second(10), random).unwrap();
+        let ids_by_name = records.server_ids_by_name();
+        let current_server_id = |name: &str| ids_by_name[name].get();
+        assert!(current_server_id("s1") < 2048 && current_server_id("s4") < 2048, "{ids_by_name:?}");
+        assert_eq!((current_server_id("s2"), current_server_id("s3")), (ids_before["s2"], 9000));
         let old_server_record = &records.servers[&ServerId::try_from(u64::from(ids_before["s1"])).unwrap()];
         assert_eq!(
             (old_server_record.is_in_document, old_server_record.memberships["web"]),
-            (false, Membership::LeftAt(at(10)))
+            (false, ServiceMembership::LeftAt(time_at_second(10)))
         );
-        records.apply_document(&config_with_lb_stamping, at(20), random).unwrap();
-        assert_eq!(records.ids_by_name(), ids_by_name, "they are drawn once");
+        records.apply_document(&config_with_lb_stamping, time_at_second(20), random).unwrap();
+        assert_eq!(records.server_ids_by_name(), ids_by_name, "they are drawn once");
     }
 
     #[test]
     fn error_without_free_ids_names_the_server() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = FleetRecords::generate(at(0), random);
+        let mut records = FleetRecords::generate(time_at_second(0), random);
         for id in 0..ServerId::COUNT as u64 {
-            let memberships = BTreeMap::from([("web".to_owned(), Membership::LeftAt(at(0)))]);
+            let memberships = BTreeMap::from([("web".to_owned(), ServiceMembership::LeftAt(time_at_second(0)))]);
             let departed_server = ServerRecord {
                 name: format!("g{id}"),
                 address: [10, 0, 0, 1].into(),
@@ -482,13 +496,16 @@ mod tests {
             };
             records.servers.insert(id.try_into().unwrap(), departed_server);
         }
-        let error = records.apply_document(&two_service_config(&["s1"], &[]), at(1), random).unwrap_err().to_string();
+        let error = records
+            .apply_document(&two_service_config(&["s1"], &[]), time_at_second(1), random)
+            .unwrap_err()
+            .to_string();
         assert!(error.starts_with("fleet.toml:1:1: key `server`: no server id is free for \"s1\""), "{error}");
     }
 
     #[test]
     fn load_balancers_keep_their_owner_numbers() {
-        let mut records = FleetRecords::generate(at(0), &mut seeded_rng(1, 0));
+        let mut records = FleetRecords::generate(time_at_second(0), &mut seeded_rng(1, 0));
         let owner_number =
             |records: &FleetRecords, name: &str| records.load_balancers[name].owner_number.map(TableOwnerNumber::get);
         assert!(
@@ -496,7 +513,7 @@ mod tests {
                 && records.register_load_balancer("lb2", Some([10, 2, 0, 2].into()))
         );
         assert_eq!((owner_number(&records, "lb1"), owner_number(&records, "lb2")), (Some(0), Some(1)));
-        records.record_disconnect("lb1", at(10));
+        records.record_load_balancer_disconnect("lb1", time_at_second(10));
         // It returns unchanged, then with another address.
         assert!(!records.register_load_balancer("lb1", None));
         assert_eq!(records.load_balancers["lb1"].disconnected_at, None);
@@ -506,9 +523,9 @@ mod tests {
         }
         assert_eq!((owner_number(&records, "lb16"), owner_number(&records, "lb17")), (Some(15), None));
         // After a day it is forgotten, and its number is reused.
-        records.record_disconnect("lb2", at(100));
-        assert!(!records.remove_expired(at(86_400), at(86_499)));
-        assert!(records.remove_expired(at(86_400), at(86_500)));
+        records.record_load_balancer_disconnect("lb2", time_at_second(100));
+        assert!(!records.remove_expired(time_at_second(86_400), time_at_second(86_499)));
+        assert!(records.remove_expired(time_at_second(86_400), time_at_second(86_500)));
         records.register_load_balancer("lb18", None);
         assert_eq!((owner_number(&records, "lb18"), owner_number(&records, "lb1")), (Some(1), Some(0)));
     }
@@ -521,12 +538,13 @@ mod tests {
             pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12),
         ) {
             let random = &mut seeded_rng(seed, 0);
-            let mut records = FleetRecords::generate(at(0), random);
+            let mut records = FleetRecords::generate(time_at_second(0), random);
             let mut names_by_id: HashMap<ServerId, String> = HashMap::new();
             for (step, pool) in pools.iter().enumerate() {
                 let server_names: Vec<String> = pool.iter().map(|n| format!("s{n}")).collect();
                 let server_names: Vec<&str> = server_names.iter().map(String::as_str).collect();
-                records.apply_document(&two_service_config(&server_names, &[]), at(step as u64 * 60), random).unwrap();
+                let config = two_service_config(&server_names, &[]);
+                records.apply_document(&config, time_at_second(step as u64 * 60), random).unwrap();
                 for (id, server) in &records.servers {
                     prop_assert_eq!(names_by_id.entry(*id).or_insert_with(|| server.name.clone()), &server.name);
                 }

@@ -10,7 +10,7 @@ use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 /// Returns the TLS configuration for health checks, or the reason why certificates cannot be verified.
-pub fn client_config(verification: &CertificateVerification) -> Result<Arc<ClientConfig>, String> {
+pub fn build_tls_client_config(verification: &CertificateVerification) -> Result<Arc<ClientConfig>, String> {
     let crypto_provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(crypto_provider.clone());
     let builder = builder.with_safe_default_protocol_versions().map_err(|error| error.to_string())?;
@@ -38,8 +38,8 @@ fn parse_authorities(pem: &str) -> Result<RootCertStore, String> {
 
 /// Returns the system's root certificates. They are read only once, so later changes require a restart.
 fn load_system_roots() -> Result<Arc<RootCertStore>, String> {
-    static SYSTEM_ROOTS: OnceLock<Arc<RootCertStore>> = OnceLock::new();
-    let roots = SYSTEM_ROOTS.get_or_init(|| {
+    static SYSTEM_ROOT_CERTIFICATES: OnceLock<Arc<RootCertStore>> = OnceLock::new();
+    let roots = SYSTEM_ROOT_CERTIFICATES.get_or_init(|| {
         let native_certificates = rustls_native_certs::load_native_certs();
         for error in &native_certificates.errors {
             tracing::warn!(

@@ -19,7 +19,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until};
 
 use crate::path::NatTable;
-use crate::probe::Prober;
+use crate::probe::HealthProber;
 
 /// Maximum number of concurrent checks. It equals the number of NAT entries in the data plane. Further checks wait.
 pub const MAX_CONCURRENT_CHECKS: usize = 1024;
@@ -38,7 +38,7 @@ pub struct CheckedService<K> {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct CheckResult {
+pub struct TargetCheckResult {
     health_tracker: HealthTracker,
     /// Time at which the verdict last changed, or at which the first check was due.
     pub verdict_since: Instant,
@@ -50,7 +50,7 @@ pub struct CheckResult {
     pub failure_count: u64,
 }
 
-impl CheckResult {
+impl TargetCheckResult {
     fn not_yet_checked() -> Self {
         let verdict_since = Instant::now();
         Self {
@@ -71,29 +71,29 @@ impl CheckResult {
 
 /// Properties of a target. The target's results are kept as long as all of them are unchanged.
 #[derive(Clone, PartialEq)]
-struct TargetSpec {
+struct CheckTargetSpec {
     health_check: Arc<HealthCheck>,
     vip: SocketAddr,
     server_address: IpAddr,
 }
 
 struct CheckedTarget<K> {
-    spec: TargetSpec,
-    prober: Arc<Prober>,
+    spec: CheckTargetSpec,
+    prober: Arc<HealthProber>,
     key: K,
 }
 
 /// Health checker of all targets. Its thread ends when `desired_target_sender` is dropped, so this field must come
 /// first.
-pub struct Checker<K> {
+pub struct HealthChecker<K> {
     desired_target_sender: watch::Sender<Arc<Vec<CheckedTarget<K>>>>,
-    shared_results: Arc<SharedResults<K>>,
-    _thread: CheckerThread,
+    shared_results: Arc<SharedCheckResults<K>>,
+    _thread: HealthCheckerThread,
 }
 
-struct CheckerThread(Option<JoinHandle<()>>);
+struct HealthCheckerThread(Option<JoinHandle<()>>);
 
-impl Drop for CheckerThread {
+impl Drop for HealthCheckerThread {
     fn drop(&mut self) {
         if self.0.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!(
@@ -105,17 +105,17 @@ impl Drop for CheckerThread {
     }
 }
 
-struct SharedResults<K> {
-    results_by_target: Mutex<BTreeMap<K, CheckResult>>,
+struct SharedCheckResults<K> {
+    results_by_target: Mutex<BTreeMap<K, TargetCheckResult>>,
     verdict_change_count_sender: watch::Sender<u64>,
     check_permits: Semaphore,
 }
 
-impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
+impl<K: Ord + Hash + Copy + Send + Sync + 'static> HealthChecker<K> {
     /// Starts the checker's thread, at first without targets.
     pub fn start() -> anyhow::Result<Self> {
         let (desired_targets, receiver) = watch::channel(Arc::new(Vec::new()));
-        let shared_results = Arc::new(SharedResults {
+        let shared_results = Arc::new(SharedCheckResults {
             results_by_target: Mutex::new(BTreeMap::new()),
             verdict_change_count_sender: watch::Sender::new(0),
             check_permits: Semaphore::new(MAX_CONCURRENT_CHECKS),
@@ -124,30 +124,33 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         let thread_results = shared_results.clone();
         let checker_thread = std::thread::Builder::new()
             .name("health".to_owned())
-            .spawn(move || runtime.block_on(run_checks(receiver, thread_results)))
+            .spawn(move || runtime.block_on(run_health_checks(receiver, thread_results)))
             .context("a thread for health checks")?;
         Ok(Self {
             desired_target_sender: desired_targets,
             shared_results,
-            _thread: CheckerThread(Some(checker_thread)),
+            _thread: HealthCheckerThread(Some(checker_thread)),
         })
     }
 
     /// Sets the services whose servers are checked. Targets that have not changed keep their results.
-    pub fn set_services(&self, services: Vec<CheckedService<K>>) {
+    pub fn set_checked_services(&self, services: Vec<CheckedService<K>>) {
         let mut desired_targets = Vec::new();
         for service in services {
-            let prober = Arc::new(Prober::new(service.health_check.clone(), service.vip, service.nat_table));
+            let prober = Arc::new(HealthProber::new(service.health_check.clone(), service.vip, service.nat_table));
             for (key, server) in service.servers_by_key {
-                let target_spec =
-                    TargetSpec { health_check: service.health_check.clone(), vip: service.vip, server_address: server };
+                let target_spec = CheckTargetSpec {
+                    health_check: service.health_check.clone(),
+                    vip: service.vip,
+                    server_address: server,
+                };
                 desired_targets.push(CheckedTarget { spec: target_spec, prober: prober.clone(), key });
             }
         }
         self.desired_target_sender.send_replace(Arc::new(desired_targets));
     }
 
-    pub fn results(&self) -> Vec<(K, CheckResult)> {
+    pub fn check_results(&self) -> Vec<(K, TargetCheckResult)> {
         self.shared_results.lock_results().iter().map(|(key, result)| (*key, result.clone())).collect()
     }
 
@@ -156,40 +159,41 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
     }
 }
 
-impl<K> SharedResults<K> {
-    fn lock_results(&self) -> MutexGuard<'_, BTreeMap<K, CheckResult>> {
+impl<K> SharedCheckResults<K> {
+    fn lock_results(&self) -> MutexGuard<'_, BTreeMap<K, TargetCheckResult>> {
         self.results_by_target.lock()
     }
 }
 
 /// Task that checks one target. It is aborted when this value is dropped.
-struct TargetTask {
-    spec: TargetSpec,
+struct TargetCheckTask {
+    spec: CheckTargetSpec,
     abort_handle: AbortHandle,
 }
 
-impl Drop for TargetTask {
+impl Drop for TargetCheckTask {
     fn drop(&mut self) {
         self.abort_handle.abort();
     }
 }
 
-async fn run_checks<K: Ord + Hash + Copy + Send + Sync + 'static>(
+async fn run_health_checks<K: Ord + Hash + Copy + Send + Sync + 'static>(
     mut target_receiver: watch::Receiver<Arc<Vec<CheckedTarget<K>>>>,
-    shared_results: Arc<SharedResults<K>>,
+    shared_results: Arc<SharedCheckResults<K>>,
 ) {
-    let mut target_tasks: HashMap<K, TargetTask> = HashMap::new();
+    let mut target_tasks: HashMap<K, TargetCheckTask> = HashMap::new();
     while target_receiver.changed().await.is_ok() {
         let targets = target_receiver.borrow_and_update().clone();
-        let specs_by_key: HashMap<K, &TargetSpec> = targets.iter().map(|target| (target.key, &target.spec)).collect();
+        let specs_by_key: HashMap<K, &CheckTargetSpec> =
+            targets.iter().map(|target| (target.key, &target.spec)).collect();
         target_tasks.retain(|key, target_task| specs_by_key.get(key).is_some_and(|spec| **spec == target_task.spec));
         shared_results.lock_results().retain(|key, _| target_tasks.contains_key(key));
         for target in targets.iter() {
             target_tasks.entry(target.key).or_insert_with(|| {
-                shared_results.lock_results().insert(target.key, CheckResult::not_yet_checked());
+                shared_results.lock_results().insert(target.key, TargetCheckResult::not_yet_checked());
                 let checks =
                     check_target(target.key, target.spec.server_address, target.prober.clone(), shared_results.clone());
-                TargetTask { spec: target.spec.clone(), abort_handle: tokio::spawn(checks).abort_handle() }
+                TargetCheckTask { spec: target.spec.clone(), abort_handle: tokio::spawn(checks).abort_handle() }
             });
         }
         shared_results.verdict_change_count_sender.send_modify(|count| *count += 1);
@@ -199,13 +203,13 @@ async fn run_checks<K: Ord + Hash + Copy + Send + Sync + 'static>(
 async fn check_target<K: Ord + Copy>(
     key: K,
     server: IpAddr,
-    prober: Arc<Prober>,
-    shared_results: Arc<SharedResults<K>>,
+    prober: Arc<HealthProber>,
+    shared_results: Arc<SharedCheckResults<K>>,
 ) {
-    let random_fraction = || UnwrapErr(SysRng).random::<f64>();
+    let draw_random_fraction = || UnwrapErr(SysRng).random::<f64>();
     let health_check = prober.health_check();
     let mut next_check_time =
-        Instant::now() + health_check.interval.min(MAX_FIRST_CHECK_DELAY).mul_f64(random_fraction());
+        Instant::now() + health_check.interval.min(MAX_FIRST_CHECK_DELAY).mul_f64(draw_random_fraction());
     loop {
         sleep_until(next_check_time).await;
         let permit = shared_results.check_permits.acquire().await;
@@ -217,11 +221,13 @@ async fn check_target<K: Ord + Copy>(
             result.last_latency = if probe_result.is_ok() { latency } else { Duration::ZERO };
             result.last_error = probe_result.as_ref().err().map_or_else(String::new, ToString::to_string);
             let has_verdict_changed = match &probe_result {
-                Err(error) if error.is_local() => result.health_tracker.record_local_fault(health_check.thresholds),
+                Err(error) if error.is_local_failure() => {
+                    result.health_tracker.record_local_fault(health_check.thresholds)
+                }
                 _ => {
                     result.check_count += 1;
                     result.failure_count += u64::from(probe_result.is_err());
-                    result.health_tracker.record_result(probe_result.is_ok(), health_check.thresholds)
+                    result.health_tracker.record_check_result(probe_result.is_ok(), health_check.thresholds)
                 }
             };
             if has_verdict_changed {
@@ -231,7 +237,7 @@ async fn check_target<K: Ord + Copy>(
         }
         // The next check is due one interval after the due time of this one. Missed checks are not repeated.
         next_check_time = (next_check_time
-            + health_check.jitter.jittered_interval(health_check.interval, random_fraction()))
+            + health_check.jitter.jittered_interval(health_check.interval, draw_random_fraction()))
         .max(Instant::now());
     }
 }

@@ -58,7 +58,7 @@ pub(crate) struct NatEntryGuard {
 }
 
 impl NatEntryGuard {
-    pub(crate) fn add(nat_path: NatPath, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
+    pub(crate) fn add_entry(nat_path: NatPath, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
         nat_table.add_entry(&nat_path)?;
         Ok(Self { nat_path, nat_table: nat_table.clone() })
     }

@@ -10,7 +10,7 @@ pub struct NatPath {
     pub server: IpAddr,
     /// VIP that replaces the server's own address in packets. Both have the same address family.
     pub vip: IpAddr,
-    pub port: u16,
+    pub server_port: u16,
     /// Source port of the connection, at the load balancer.
     pub source_port: u16,
 }

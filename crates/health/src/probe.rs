@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_model::health::{HealthCheck, HttpProbe, Probe, ProbeAddress, StatusRange};
+use coreward_model::health::{HealthCheck, HealthProbe, HttpProbe, HttpStatusRange, ProbeAddress};
 use http_body_util::Empty;
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
@@ -31,21 +31,21 @@ pub enum ProbeError {
     #[error("no answer within {0:?}")]
     TimedOut(Duration),
     #[error("answers {0}: expected {1}")]
-    UnexpectedStatus(StatusCode, StatusRange),
+    UnexpectedStatus(StatusCode, HttpStatusRange),
     #[error("TLS: {0}")]
-    Tls(String),
+    TlsFailure(String),
     /// The HTTP response is invalid or missing.
     #[error("HTTP: {0}")]
-    Http(String),
+    HttpFailure(String),
     #[error("{0}")]
-    Network(String),
+    NetworkFailure(String),
     /// The check failed for a reason on this machine, so the server's state is unknown.
     #[error("not asked, as this machine lacks something: {0}")]
     LocalFailure(String),
 }
 
 impl ProbeError {
-    pub fn is_local(&self) -> bool {
+    pub fn is_local_failure(&self) -> bool {
         matches!(self, Self::LocalFailure(_))
     }
 
@@ -60,7 +60,7 @@ impl ProbeError {
 
 /// Returns whether an I/O error has its cause on this machine: exhausted files, ports or memory, or a firewall rule.
 fn is_local_io_error(error: &std::io::Error) -> bool {
-    const LOCAL_ERRNOS: [Errno; 9] = [
+    const LOCAL_FAILURE_ERRNOS: [Errno; 9] = [
         Errno::EMFILE,
         Errno::ENFILE,
         Errno::ENOBUFS,
@@ -72,11 +72,11 @@ fn is_local_io_error(error: &std::io::Error) -> bool {
         Errno::EPERM,
         Errno::EACCES,
     ];
-    error.raw_os_error().is_some_and(|number| LOCAL_ERRNOS.contains(&Errno::from_raw(number)))
+    error.raw_os_error().is_some_and(|number| LOCAL_FAILURE_ERRNOS.contains(&Errno::from_raw(number)))
 }
 
 /// Prober that checks the servers of one service.
-pub struct Prober {
+pub struct HealthProber {
     health_check: Arc<HealthCheck>,
     vip: SocketAddr,
     /// TLS connector for HTTPS checks, or the reason why it could not be created.
@@ -84,12 +84,14 @@ pub struct Prober {
     nat_table: Option<Arc<dyn NatTable>>,
 }
 
-impl Prober {
+impl HealthProber {
     /// Returns a prober for the servers of one service. `nat_table` is required for checks at the VIP.
     pub fn new(health_check: Arc<HealthCheck>, vip: SocketAddr, nat_table: Option<Arc<dyn NatTable>>) -> Self {
         let tls_connector = match &health_check.probe {
-            Probe::Https(_, verification) => Some(ca::client_config(verification).map(TlsConnector::from)),
-            Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
+            HealthProbe::Https(_, verification) => {
+                Some(ca::build_tls_client_config(verification).map(TlsConnector::from))
+            }
+            HealthProbe::Tcp | HealthProbe::Http(_) | HealthProbe::Agent => None,
         };
         Self { health_check, vip, tls_connector, nat_table }
     }
@@ -108,23 +110,23 @@ impl Prober {
     async fn probe_without_timeout(&self, server: IpAddr) -> Result<(), ProbeError> {
         let connection = self.connect(server).await?;
         match (&self.health_check.probe, &self.tls_connector) {
-            (Probe::Tcp | Probe::Agent, _) => Ok(()),
-            (Probe::Http(http), _) => self.send_http_request(connection, http, server).await,
-            (Probe::Https(http, _), Some(Ok(tls))) => {
-                let certificate_name = self.certificate_name(http, server)?;
+            (HealthProbe::Tcp | HealthProbe::Agent, _) => Ok(()),
+            (HealthProbe::Http(http), _) => self.send_http_request(connection, http, server).await,
+            (HealthProbe::Https(http, _), Some(Ok(tls))) => {
+                let certificate_name = self.expected_certificate_name(http, server)?;
                 let connection = tls
                     .connect(certificate_name, connection)
                     .await
-                    .map_err(|error| ProbeError::from_error(&error, ProbeError::Tls))?;
+                    .map_err(|error| ProbeError::from_error(&error, ProbeError::TlsFailure))?;
                 self.send_http_request(connection, http, server).await
             }
-            (Probe::Https(..), Some(Err(problem))) => Err(ProbeError::Tls(problem.clone())),
-            (Probe::Https(..), None) => unreachable!("made with the prober"),
+            (HealthProbe::Https(..), Some(Err(problem))) => Err(ProbeError::TlsFailure(problem.clone())),
+            (HealthProbe::Https(..), None) => unreachable!("made with the prober"),
         }
     }
 
     fn target_port(&self) -> u16 {
-        self.health_check.port.unwrap_or(self.vip.port())
+        self.health_check.probe_port.unwrap_or(self.vip.port())
     }
 
     fn target_address(&self, server: IpAddr) -> SocketAddr {
@@ -141,7 +143,7 @@ impl Prober {
         server: IpAddr,
         nat_table: &Arc<dyn NatTable>,
     ) -> Result<NatEntryGuard, ProbeError> {
-        let to_probe_error = |error: std::io::Error| ProbeError::from_error(&error, ProbeError::Network);
+        let to_probe_error = |error: std::io::Error| ProbeError::from_error(&error, ProbeError::NetworkFailure);
         let vip = self.vip.ip();
         let unspecified_address = match (server, vip) {
             (IpAddr::V4(_), IpAddr::V4(_)) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
@@ -153,15 +155,15 @@ impl Prober {
         };
         socket.bind((unspecified_address, 0).into()).map_err(to_probe_error)?;
         let source_port = socket.local_addr().map_err(to_probe_error)?.port();
-        let nat_path = NatPath { server, vip, port: self.target_port(), source_port };
-        NatEntryGuard::add(nat_path, nat_table).map_err(|error| ProbeError::LocalFailure(format!("{error:#}")))
+        let nat_path = NatPath { server, vip, server_port: self.target_port(), source_port };
+        NatEntryGuard::add_entry(nat_path, nat_table).map_err(|error| ProbeError::LocalFailure(format!("{error:#}")))
     }
 
-    fn certificate_name(&self, http: &HttpProbe, server: IpAddr) -> Result<ServerName<'static>, ProbeError> {
+    fn expected_certificate_name(&self, http: &HttpProbe, server: IpAddr) -> Result<ServerName<'static>, ProbeError> {
         let Some(host) = &http.host else {
             return Ok(ServerName::from(self.target_address(server).ip()));
         };
-        let tls_error = |error: &dyn Display| ProbeError::Tls(format!("{host:?}: {error}"));
+        let tls_error = |error: &dyn Display| ProbeError::TlsFailure(format!("{host:?}: {error}"));
         let authority: Authority = host.parse().map_err(|error| tls_error(&error))?;
         // The authority contains an IPv6 address in brackets (RFC 3986, section 3.2.2).
         let host_name = authority.host().trim_start_matches('[').trim_end_matches(']');
@@ -172,7 +174,7 @@ impl Prober {
     async fn connect(&self, server: IpAddr) -> Result<ServerConnection, ProbeError> {
         let to_probe_error = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => ProbeError::ConnectionRefused,
-            _ => ProbeError::from_error(&error, ProbeError::Network),
+            _ => ProbeError::from_error(&error, ProbeError::NetworkFailure),
         };
         let socket =
             if server.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.map_err(to_probe_error)?;
@@ -192,18 +194,18 @@ impl Prober {
         http: &HttpProbe,
         server: IpAddr,
     ) -> Result<(), ProbeError> {
-        let to_probe_error = |error: hyper::Error| ProbeError::from_error(&error, ProbeError::Http);
+        let to_probe_error = |error: hyper::Error| ProbeError::from_error(&error, ProbeError::HttpFailure);
         let target_address = self.target_address(server);
         let host_header = http.host.clone().unwrap_or_else(|| match target_address.port() {
             80 => target_address.to_string().trim_end_matches(":80").to_owned(),
             _ => target_address.to_string(),
         });
-        let request = Request::get(&http.path)
+        let request = Request::get(&http.path_and_query)
             .header(HOST, host_header)
             .header(USER_AGENT, concat!("coreward/", env!("CARGO_PKG_VERSION")))
             .header(CONNECTION, "close")
             .body(Empty::<Bytes>::new())
-            .map_err(|error| ProbeError::Http(error.to_string()))?;
+            .map_err(|error| ProbeError::HttpFailure(error.to_string()))?;
         let (mut sender, driver) = http1::handshake(TokioIo::new(connection)).await.map_err(to_probe_error)?;
         let response_future = sender.send_request(request);
         tokio::pin!(response_future, driver);

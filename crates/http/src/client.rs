@@ -11,8 +11,8 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, ensure};
 use coreward_config::Secret;
 use coreward_tls::connect::HttpsConnector;
-use coreward_tls::failure::{Failure, FailureReason};
-use coreward_tls::verify::ExpectedHost;
+use coreward_tls::failure::{ConnectionFailureReason, PeerConnectionFailure};
+use coreward_tls::verify::ExpectedControllerHost;
 use hyper::Method;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
@@ -21,7 +21,7 @@ use tokio::task::JoinSet;
 
 use crate::Problem;
 use crate::tokens::read_token;
-pub use contact::{ControllerUrl, Credential, InvalidControllerUrl};
+pub use contact::{ApiCredential, ControllerUrl, InvalidControllerUrl};
 use coreward_api::types::{
     Acknowledgements, Audit, AuditQuery, CheckRequest, CheckResult, DrainServer, DrainStatus, Explain, Explanation,
     Fleet, FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
@@ -37,18 +37,18 @@ fn drain_path(server: &str) -> String {
 
 /// Client of a fleet's controllers. It sends each request to the leader, with the caller's credential.
 #[derive(Debug, Clone)]
-pub struct Client {
+pub struct ControllerClient {
     controllers: Vec<ControllerUrl>,
     token: Option<Secret<String>>,
     https_connector: Option<HttpsConnector>,
 }
 
-impl Client {
+impl ControllerClient {
     /// Creates a client of a single controller on this host. Fails if the token's file cannot be read, or if users
     /// other than its owner can read it.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
-        let credential = Credential::Token { file: token_file.to_owned(), ca: None };
-        Self::with_controllers(vec![controller], &credential, ExpectedHost::Requested)
+        let credential = ApiCredential::Token { file: token_file.to_owned(), ca: None };
+        Self::with_controllers(vec![controller], &credential, ExpectedControllerHost::Requested)
     }
 
     /// Creates a client of all controllers of a fleet. With `https://`, each controller's certificate must be valid for
@@ -56,15 +56,15 @@ impl Client {
     /// used without a `ca`.
     pub fn with_controllers(
         controllers: Vec<ControllerUrl>,
-        credential: &Credential,
-        host: ExpectedHost,
+        credential: &ApiCredential,
+        host: ExpectedControllerHost,
     ) -> anyhow::Result<Self> {
         let (token, https) = match credential {
-            Credential::Token { file, ca } => {
-                let without_certificate = |ca| HttpsConnector::without_certificate(ca, host);
-                (Some(read_api_token(file)?), ca.as_deref().map(without_certificate).transpose()?)
+            ApiCredential::Token { file, ca } => {
+                let connector_without_certificate = |ca| HttpsConnector::without_certificate(ca, host);
+                (Some(read_api_token(file)?), ca.as_deref().map(connector_without_certificate).transpose()?)
             }
-            Credential::Certificate(files) => (None, Some(HttpsConnector::with_certificate(files, host)?)),
+            ApiCredential::Certificate(files) => (None, Some(HttpsConnector::with_certificate(files, host)?)),
         };
         for controller in &controllers {
             let has_credential = if controller.is_https() { https.is_some() } else { token.is_some() };
@@ -81,23 +81,23 @@ impl Client {
 
     /// Returns the controller's health. If another controller leads, this includes the leader's address.
     pub async fn health(&self) -> anyhow::Result<Health> {
-        self.get("health", &()).await
+        self.get_json("health", &()).await
     }
 
     /// Returns the status of the whole fleet, with complete RSS keys on request (operators only). Fails if no leader
     /// can be reached, and with a [`Problem`] if the leader rejects the request, as all requests do.
     pub async fn status(&self, include_rss_keys: bool) -> anyhow::Result<Status> {
-        self.get("status", &[("rss_keys", include_rss_keys)]).await
+        self.get_json("status", &[("rss_keys", include_rss_keys)]).await
     }
 
     /// Returns an explanation of how a load balancer selects the destination of a packet.
-    pub async fn explain(&self, request: &Explain) -> anyhow::Result<Explanation> {
-        self.get("explain", request).await
+    pub async fn explain_packet(&self, request: &Explain) -> anyhow::Result<Explanation> {
+        self.get_json("explain", request).await
     }
 
     /// Returns the state of the keys that authenticate cookies.
-    pub async fn keys(&self) -> anyhow::Result<Keys> {
-        self.get("keys", &()).await
+    pub async fn cookie_keys(&self) -> anyhow::Result<Keys> {
+        self.get_json("keys", &()).await
     }
 
     /// Begins a rotation of the keys that authenticate cookies, or continues the current one.
@@ -107,7 +107,7 @@ impl Client {
 
     /// Returns the fleet document that is currently applied.
     pub async fn fleet(&self) -> anyhow::Result<Fleet> {
-        self.get("fleet", &()).await
+        self.get_json("fleet", &()).await
     }
 
     /// Applies another fleet document. If `dry_run` is set, only returns the changes that it would cause.
@@ -116,50 +116,55 @@ impl Client {
     }
 
     /// Returns which daemons have accepted or rejected the newest configuration, and which have not answered.
-    pub async fn acknowledgements(&self) -> anyhow::Result<Acknowledgements> {
-        self.get("fleet/acknowledgements", &()).await
+    pub async fn configuration_acknowledgements(&self) -> anyhow::Result<Acknowledgements> {
+        self.get_json("fleet/acknowledgements", &()).await
     }
 
     /// Returns the newest entries of the audit log.
     pub async fn audit_log(&self, query: &AuditQuery) -> anyhow::Result<Audit> {
-        self.get("audit", query).await
+        self.get_json("audit", query).await
     }
 
     /// Removes a permanently absent load balancer from the controller's records. Returns the remaining ones.
     pub async fn forget_load_balancer(&self, name: &str) -> anyhow::Result<LoadBalancers> {
         let path = format!("load-balancers/{}", utf8_percent_encode(name, NON_ALPHANUMERIC));
-        self.send_to_leader(PendingRequest { method: Method::DELETE, path, body: None }).await
+        self.send_to_leader(PendingRequest { method: Method::DELETE, path_and_query: path, json_body: None }).await
     }
 
     /// Checks a fleet document without applying it, and returns its mistakes.
-    pub async fn check(&self, check: &CheckRequest) -> anyhow::Result<CheckResult> {
-        self.send_json(Method::POST, "check", check).await
+    pub async fn check(&self, check_fleet_document: &CheckRequest) -> anyhow::Result<CheckResult> {
+        self.send_json(Method::POST, "check", check_fleet_document).await
     }
 
     /// Returns the load of every core of every server, and the counters of every load balancer.
     pub async fn loads(&self) -> anyhow::Result<Loads> {
-        self.get("loads", &()).await
+        self.get_json("loads", &()).await
     }
 
     /// Returns the state of a server's drain and the number of its remaining connections.
     pub async fn drain_status(&self, server: &str) -> anyhow::Result<DrainStatus> {
-        self.get(&drain_path(server), &()).await
+        self.get_json(&drain_path(server), &()).await
     }
 
     /// Drains a server in some or all of its services.
-    pub async fn drain(&self, server: &str, request: &DrainServer) -> anyhow::Result<DrainStatus> {
+    pub async fn drain_server(&self, server: &str, request: &DrainServer) -> anyhow::Result<DrainStatus> {
         self.send_json(Method::POST, &drain_path(server), request).await
     }
 
     /// Ends the drain of a server, so that it receives new connections again.
-    pub async fn undrain(&self, server: &str) -> anyhow::Result<DrainStatus> {
-        self.send_to_leader(PendingRequest { method: Method::DELETE, path: drain_path(server), body: None }).await
+    pub async fn undrain_server(&self, server: &str) -> anyhow::Result<DrainStatus> {
+        self.send_to_leader(PendingRequest {
+            method: Method::DELETE,
+            path_and_query: drain_path(server),
+            json_body: None,
+        })
+        .await
     }
 
-    async fn get<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + ?Sized)) -> anyhow::Result<T> {
+    async fn get_json<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + ?Sized)) -> anyhow::Result<T> {
         let query = serde_urlencoded::to_string(query).context("a request that cannot be written")?;
         let path = if query.is_empty() { path.to_owned() } else { format!("{path}?{query}") };
-        self.send_to_leader(PendingRequest { method: Method::GET, path, body: None }).await
+        self.send_to_leader(PendingRequest { method: Method::GET, path_and_query: path, json_body: None }).await
     }
 
     async fn send_json<T: DeserializeOwned>(
@@ -169,7 +174,7 @@ impl Client {
         body: &impl Serialize,
     ) -> anyhow::Result<T> {
         let body = serde_json::to_vec(body).context("a request that cannot be written")?;
-        self.send_to_leader(PendingRequest { method, path: path.to_owned(), body: Some(body) }).await
+        self.send_to_leader(PendingRequest { method, path_and_query: path.to_owned(), json_body: Some(body) }).await
     }
 
     async fn send_to_leader<T: DeserializeOwned>(&self, request: PendingRequest) -> anyhow::Result<T> {
@@ -187,7 +192,8 @@ impl Client {
         for (position, controller) in self.controllers.iter().enumerate() {
             let (client, controller) = (self.clone(), controller.clone());
             leader_probes.spawn(async move {
-                let request = PendingRequest { method: Method::GET, path: "health".to_owned(), body: None };
+                let request =
+                    PendingRequest { method: Method::GET, path_and_query: "health".to_owned(), json_body: None };
                 let health = tokio::time::timeout(
                     LEADER_PROBE_TIMEOUT,
                     client.send_to_controller::<Health>(&controller, request),
@@ -230,7 +236,7 @@ impl Client {
         let token_text = self.token.as_ref().map(|token| token.expose().as_str());
         let unreachable_error = |error: anyhow::Error| {
             let expected = match find_tls_failure(&error) {
-                Some(failure) if failure.reason == FailureReason::WrongName => {
+                Some(failure) if failure.reason == ConnectionFailureReason::WrongName => {
                     "expected the host that its certificate names, or `--controller-name` with its name"
                 }
                 _ => "expected a running `coreward controller` with this `api`",
@@ -249,7 +255,7 @@ impl Client {
 }
 
 /// Returns the TLS failure that caused the error, or `None` if another failure caused it.
-fn find_tls_failure(error: &anyhow::Error) -> Option<&Failure> {
+fn find_tls_failure(error: &anyhow::Error) -> Option<&PeerConnectionFailure> {
     error.root_cause().downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
 }
 

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 use crate::limits::network_of_address;
 
 /// Interval at which a waiting new connection checks for an idle connection to close, while all connections are active.
-const POLL_INTERVAL: Duration = Duration::from_millis(100);
+const IDLE_CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Fixed number of slots that limits a server's concurrent connections.
 pub(crate) struct ConnectionSlots {
@@ -39,7 +39,7 @@ struct TrackedConnection {
 }
 
 impl ConnectionRegistry {
-    fn next_sequence_number(&mut self) -> u64 {
+    fn advance_sequence_number(&mut self) -> u64 {
         self.last_sequence_number += 1;
         self.last_sequence_number
     }
@@ -78,13 +78,15 @@ impl ConnectionSlots {
             if let Some(idle_connection) = self.lock_connections().longest_idle_connection() {
                 idle_connection.close_signal.notify_one();
             }
-            if let Ok(Ok(permit)) = timeout(POLL_INTERVAL, self.free_slots.clone().acquire_owned()).await {
+            if let Ok(Ok(permit)) =
+                timeout(IDLE_CONNECTION_POLL_INTERVAL, self.free_slots.clone().acquire_owned()).await
+            {
                 break permit;
             }
         };
         let close_signal = Arc::new(Notify::new());
         let mut connections = self.lock_connections();
-        let connection_number = connections.next_sequence_number();
+        let connection_number = connections.advance_sequence_number();
         let connection = TrackedConnection {
             client_network: network_of_address(client_address),
             active_request_count: 0,
@@ -129,7 +131,7 @@ impl ConnectionPermit {
 
     fn update_connection(&self, change: impl FnOnce(&mut TrackedConnection, u64)) {
         let mut connections = self.slots.lock_connections();
-        let sequence_number = connections.next_sequence_number();
+        let sequence_number = connections.advance_sequence_number();
         if let Some(connection) = connections.connections_by_number.get_mut(&self.connection_number) {
             change(connection, sequence_number);
         }
@@ -155,12 +157,12 @@ impl Drop for ActiveRequestGuard {
 }
 
 /// Body of an answer. The request counts as active until the body has been sent or dropped.
-pub(crate) struct TrackedBody<B> {
+pub(crate) struct TrackedResponseBody<B> {
     pub(crate) body: B,
     pub(crate) _guard: ActiveRequestGuard,
 }
 
-impl<B: Body + Unpin> Body for TrackedBody<B> {
+impl<B: Body + Unpin> Body for TrackedResponseBody<B> {
     type Data = B::Data;
     type Error = B::Error;
 

@@ -10,7 +10,7 @@ use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderValue, Uri, header};
 use axum::middleware::{Next, from_fn_with_state, map_response};
 use axum::response::{IntoResponse as _, Response};
-use coreward_tls::certificate::Fingerprint;
+use coreward_tls::certificate::CertificateFingerprint;
 use coreward_tls::verify::RevocationList;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -20,11 +20,11 @@ use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement
 use utoipa::openapi::{ContentBuilder, OpenApi, Ref, RefOr, Response as DescribedResponse, ResponseBuilder};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
-use crate::limits::RateLimits;
-use crate::problem::PROBLEM_JSON;
-use crate::serve::Peer;
-use crate::sessions::Sessions;
-use crate::tokens::Tokens;
+use crate::limits::ApiRateLimits;
+use crate::problem::PROBLEM_JSON_MEDIA_TYPE;
+use crate::serve::ConnectionPeer;
+use crate::sessions::BrowserSessions;
+use crate::tokens::ApiTokens;
 use crate::{Problem, ProblemKind};
 use coreward_api::{Caller, Role};
 
@@ -47,17 +47,17 @@ impl RequestCounts {
     }
 
     /// Returns the number of answered requests for each HTTP status code.
-    pub fn counts_by_status(&self) -> BTreeMap<u16, u64> {
+    pub fn request_counts_by_status(&self) -> BTreeMap<u16, u64> {
         self.0.lock().clone()
     }
 }
 
 /// Access control of the API. It authenticates callers and enforces roles and rate limits.
 pub struct AccessControl {
-    tokens: Arc<Tokens>,
-    sessions: Sessions,
+    tokens: Arc<ApiTokens>,
+    sessions: BrowserSessions,
     revocation_list: RevocationList,
-    rate_limits: RateLimits,
+    rate_limits: ApiRateLimits,
     request_counts: Arc<RequestCounts>,
     /// Counter of credential reloads. Streaming answers end when it changes.
     permission_change_sender: watch::Sender<u64>,
@@ -66,8 +66,8 @@ pub struct AccessControl {
 impl AccessControl {
     /// Creates an access control that accepts callers with one of these tokens or with a certificate that is not
     /// revoked.
-    pub fn new(tokens: Arc<Tokens>, revocation_list: RevocationList, request_counts: Arc<RequestCounts>) -> Self {
-        let (sessions, rate_limits) = (Sessions::default(), RateLimits::default());
+    pub fn new(tokens: Arc<ApiTokens>, revocation_list: RevocationList, request_counts: Arc<RequestCounts>) -> Self {
+        let (sessions, rate_limits) = (BrowserSessions::default(), ApiRateLimits::default());
         Self {
             tokens,
             sessions,
@@ -80,8 +80,8 @@ impl AccessControl {
 
     /// Reads the token files again. If a token has changed, sessions that began with a token end. Sessions that began
     /// with a certificate always end, because it may have been revoked. Streaming answers also end
-    /// ([`AccessControl::permission_changes`]), and callers with valid credentials reconnect. Fails and keeps the
-    /// previous tokens if a token file is unusable.
+    /// ([`AccessControl::subscribe_to_permission_changes`]), and callers with valid credentials reconnect. Fails and
+    /// keeps the previous tokens if a token file is unusable.
     pub fn reload_tokens(&self) -> anyhow::Result<()> {
         let reload_result = self.tokens.reload();
         self.sessions.end_certificate_sessions();
@@ -93,21 +93,21 @@ impl AccessControl {
     }
 
     /// Returns a receiver that is notified when permissions may have changed. Streaming answers then end.
-    pub fn permission_changes(&self) -> watch::Receiver<u64> {
+    pub fn subscribe_to_permission_changes(&self) -> watch::Receiver<u64> {
         self.permission_change_sender.subscribe()
     }
 
     /// Returns the sessions of browsers.
-    pub fn sessions(&self) -> &Sessions {
+    pub fn sessions(&self) -> &BrowserSessions {
         &self.sessions
     }
 
     /// Returns the caller that the request's token, certificate or session identifies. Fails if none of them is valid.
-    fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
-        let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
+    fn authenticate_request(&self, request: &Request) -> Result<Caller, Problem> {
+        let peer = request.extensions().get::<ConnectionPeer>().cloned().unwrap_or_default();
         let authenticate_session = || {
             self.sessions
-                .has_session(request.headers(), &self.revocation_list)
+                .has_valid_session(request.headers(), &self.revocation_list)
                 .then(|| (Role::Viewer, "session".into()))
         };
         let role_and_principal = match (request.headers().get(header::AUTHORIZATION), &peer.certificate) {
@@ -133,31 +133,31 @@ impl AccessControl {
         let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
         // The scheme's case does not matter (RFC 9110, Sect. 11.1).
         let token = Some(token.trim()).filter(|_| scheme.eq_ignore_ascii_case("bearer"))?;
-        let role = self.tokens.role_of(token)?;
+        let role = self.tokens.role_of_token(token)?;
         Some((role, format!("{role} token {}", token_id(token)).into()))
     }
 }
 
 /// Returns the first 8 hexadecimal digits of a token's SHA-256, which identify the token without revealing it.
 pub fn token_id(token: &str) -> String {
-    Fingerprint::sha256(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
+    CertificateFingerprint::sha256(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
 }
 
 /// State of the middleware that authorizes a request before the handler of an endpoint runs.
 #[derive(Clone)]
-struct RouteGuard {
+struct RouteAuthorizer {
     access_control: Arc<AccessControl>,
     required_role: Role,
 }
 
-async fn authorize(State(route_guard): State<RouteGuard>, request: Request, next: Next) -> Response {
-    let response = authorize_and_run(&route_guard, request, next).await;
+async fn authorize_request(State(route_guard): State<RouteAuthorizer>, request: Request, next: Next) -> Response {
+    let response = authorize_and_run_handler(&route_guard, request, next).await;
     route_guard.access_control.request_counts.count_status(response.status().as_u16());
     response
 }
 
-async fn authorize_and_run(route_guard: &RouteGuard, mut request: Request, next: Next) -> Response {
-    let caller_result = route_guard.access_control.authenticate(&request).and_then(|caller| {
+async fn authorize_and_run_handler(route_guard: &RouteAuthorizer, mut request: Request, next: Next) -> Response {
+    let caller_result = route_guard.access_control.authenticate_request(&request).and_then(|caller| {
         route_guard.access_control.rate_limits.check_request_rate(
             caller.role,
             caller.address,
@@ -186,19 +186,19 @@ async fn authorize_and_run(route_guard: &RouteGuard, mut request: Request, next:
 }
 
 /// Builder of the API's router and OpenAPI document, to which endpoints are added.
-pub struct Endpoints<S> {
+pub struct ApiEndpoints<S> {
     access_control: Arc<AccessControl>,
     router: OpenApiRouter<S>,
 }
 
 #[derive(utoipa::OpenApi)]
 #[openapi(components(schemas(Problem)))]
-struct BaseDocument;
+struct BaseOpenApiDocument;
 
-impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
+impl<S: Clone + Send + Sync + 'static> ApiEndpoints<S> {
     /// Creates a builder without endpoints. `title` and `description` are for the OpenAPI document.
     pub fn new(access_control: Arc<AccessControl>, title: &str, description: &str) -> Self {
-        let mut document = BaseDocument::openapi();
+        let mut document = BaseOpenApiDocument::openapi();
         document.info.title = title.to_owned();
         document.info.description = Some(description.to_owned());
         document.info.version = env!("CARGO_PKG_VERSION").to_owned();
@@ -211,11 +211,11 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     }
 
     /// Adds an endpoint (`routes!(handler)`) for callers that have at least `required_role`.
-    pub fn add(self, required_role: Role, routes: UtoipaMethodRouter<S>) -> Self {
+    pub fn add_endpoint(self, required_role: Role, routes: UtoipaMethodRouter<S>) -> Self {
         self.add_with_body_limit(required_role, DEFAULT_MAX_BODY_BYTES, routes)
     }
 
-    /// Adds an endpoint as [`Endpoints::add`] does, but limits the request body to `max_body_bytes`.
+    /// Adds an endpoint as [`ApiEndpoints::add_endpoint`] does, but limits the request body to `max_body_bytes`.
     pub fn add_with_body_limit(
         mut self,
         required_role: Role,
@@ -228,9 +228,10 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
             .values_mut()
             .flat_map(path_item_operations)
             .for_each(|operation| describe_operation(operation, required_role));
-        let route_guard = RouteGuard { access_control: self.access_control.clone(), required_role };
-        let router =
-            router.layer(DefaultBodyLimit::max(max_body_bytes)).route_layer(from_fn_with_state(route_guard, authorize));
+        let route_guard = RouteAuthorizer { access_control: self.access_control.clone(), required_role };
+        let router = router
+            .layer(DefaultBodyLimit::max(max_body_bytes))
+            .route_layer(from_fn_with_state(route_guard, authorize_request));
         self.router = self.router.routes((schemas, paths, router));
         self
     }
@@ -281,12 +282,12 @@ fn describe_operation(operation: &mut Operation, required_role: Role) {
     }
     let responses = &mut operation.responses.responses;
     for (status, description) in errors {
-        responses.entry(status.to_owned()).or_insert_with(|| problem_response(description));
+        responses.entry(status.to_owned()).or_insert_with(|| describe_problem_response(description));
     }
 }
 
 /// Returns the OpenAPI description of an error response, whose body is a [`Problem`].
-fn problem_response(description: &str) -> RefOr<DescribedResponse> {
+fn describe_problem_response(description: &str) -> RefOr<DescribedResponse> {
     let content = ContentBuilder::new().schema(Some(Ref::from_schema_name("Problem"))).build();
-    RefOr::T(ResponseBuilder::new().description(description).content(PROBLEM_JSON, content).build())
+    RefOr::T(ResponseBuilder::new().description(description).content(PROBLEM_JSON_MEDIA_TYPE, content).build())
 }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Problem;
 use crate::endpoints::DEFAULT_MAX_BODY_BYTES;
-use crate::work::{self, WorkSize};
+use crate::work::{self, RequestWorkSize};
 
 /// Extractor of the parameters in a request's query.
 #[derive(Debug, FromRequestParts)]
@@ -36,7 +36,8 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
         let request_with_empty_json_object = Request::from_parts(head.clone(), Body::from("{}"));
         axum::Json::<JsonObject<IgnoredAny>>::from_request(request_with_empty_json_object, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
-        let work_size = if bytes.len() > DEFAULT_MAX_BODY_BYTES { WorkSize::Large } else { WorkSize::Small };
+        let work_size =
+            if bytes.len() > DEFAULT_MAX_BODY_BYTES { RequestWorkSize::Large } else { RequestWorkSize::Small };
         let axum::Json(JsonObject(body)) =
             work::run_on_worker(work_size, move || axum::Json::from_bytes(&bytes)).await??;
         Ok(Self(body))
@@ -48,13 +49,13 @@ struct JsonObject<T>(T);
 
 impl<'de, T: DeserializeOwned> Deserialize<'de> for JsonObject<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(ObjectVisitor(PhantomData))
+        deserializer.deserialize_map(JsonObjectVisitor(PhantomData))
     }
 }
 
-struct ObjectVisitor<T>(PhantomData<T>);
+struct JsonObjectVisitor<T>(PhantomData<T>);
 
-impl<'de, T: DeserializeOwned> Visitor<'de> for ObjectVisitor<T> {
+impl<'de, T: DeserializeOwned> Visitor<'de> for JsonObjectVisitor<T> {
     type Value = JsonObject<T>;
 
     fn expecting(&self, text: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -77,15 +78,15 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Deserialize)]
-    struct Body {
+    struct ForceRequestBody {
         #[serde(default)]
         force: bool,
     }
 
     #[test]
     fn body_must_be_an_object() {
-        assert!(!serde_json::from_str::<JsonObject<Body>>("{}").unwrap().0.force);
-        let error = serde_json::from_str::<JsonObject<Body>>("[]").map(|body| body.0).unwrap_err();
+        assert!(!serde_json::from_str::<JsonObject<ForceRequestBody>>("{}").unwrap().0.force);
+        let error = serde_json::from_str::<JsonObject<ForceRequestBody>>("[]").map(|body| body.0).unwrap_err();
         assert!(error.to_string().contains("invalid type: sequence, expected an object"), "{error}");
     }
 }

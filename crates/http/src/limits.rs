@@ -32,22 +32,31 @@ const BURST_RATE_MULTIPLE: u32 = 5;
 const MAX_TRACKED_CALLERS: usize = 4096;
 
 /// Rate limits of the API, for each caller's role and address.
-pub struct RateLimits {
+pub struct ApiRateLimits {
     clock: MonotonicClock,
     read_limiter: KeyedRateLimiter<(Role, IpAddr)>,
     write_limiter: KeyedRateLimiter<(Role, IpAddr)>,
     rejection_limiter: KeyedRateLimiter<IpAddr>,
 }
 
-impl Default for RateLimits {
+impl Default for ApiRateLimits {
     fn default() -> Self {
         let clock = MonotonicClock;
-        let quota = |rate: NonZeroU32| Quota::per_second(rate).allow_burst(rate.saturating_mul(BURST_FACTOR));
+        let quota_for_rate =
+            |rate: NonZeroU32| Quota::per_second(rate).allow_burst(rate.saturating_mul(BURST_TO_RATE_FACTOR));
         Self {
-            read_limiter: RateLimiter::new(quota(MAX_READS_PER_SECOND), DashMapStateStore::default(), clock.clone()),
-            write_limiter: RateLimiter::new(quota(MAX_WRITES_PER_SECOND), DashMapStateStore::default(), clock.clone()),
+            read_limiter: RateLimiter::new(
+                quota_for_rate(MAX_READS_PER_SECOND),
+                DashMapStateStore::default(),
+                clock.clone(),
+            ),
+            write_limiter: RateLimiter::new(
+                quota_for_rate(MAX_WRITES_PER_SECOND),
+                DashMapStateStore::default(),
+                clock.clone(),
+            ),
             rejection_limiter: RateLimiter::new(
-                quota(MAX_REJECTIONS_PER_SECOND),
+                quota_for_rate(MAX_REJECTIONS_PER_SECOND),
                 DashMapStateStore::default(),
                 clock.clone(),
             ),
@@ -56,12 +65,12 @@ impl Default for RateLimits {
     }
 }
 
-const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST_RATE_MULTIPLE).unwrap();
+const BURST_TO_RATE_FACTOR: NonZeroU32 = NonZeroU32::new(BURST_RATE_MULTIPLE).unwrap();
 
-impl RateLimits {
+impl ApiRateLimits {
     /// Counts a request of an authenticated caller. Fails if the caller's rate limit is exceeded.
     pub fn check_request_rate(&self, role: Role, address: IpAddr, is_write: bool) -> Result<(), Problem> {
-        self.check_limiter(
+        self.check_rate_limiter(
             if is_write { &self.write_limiter } else { &self.read_limiter },
             &(role, network_of_address(address)),
         )
@@ -69,10 +78,10 @@ impl RateLimits {
 
     /// Counts a request without a valid credential. Fails if the address's rate limit is exceeded.
     pub fn check_rejected_request_rate(&self, address: IpAddr) -> Result<(), Problem> {
-        self.check_limiter(&self.rejection_limiter, &network_of_address(address))
+        self.check_rate_limiter(&self.rejection_limiter, &network_of_address(address))
     }
 
-    fn check_limiter<K: std::hash::Hash + Eq + Clone>(
+    fn check_rate_limiter<K: std::hash::Hash + Eq + Clone>(
         &self,
         limiter: &KeyedRateLimiter<K>,
         key: &K,
@@ -80,11 +89,13 @@ impl RateLimits {
         if limiter.len() > MAX_TRACKED_CALLERS {
             limiter.retain_recent();
         }
-        limiter.check_key(key).map_err(|not_until| too_many_requests(not_until.wait_time_from(self.clock.now())))
+        limiter
+            .check_key(key)
+            .map_err(|not_until| too_many_requests_problem(not_until.wait_time_from(self.clock.now())))
     }
 }
 
-fn too_many_requests(retry_delay: Duration) -> Problem {
+fn too_many_requests_problem(retry_delay: Duration) -> Problem {
     let delay_s = retry_delay.as_millis().div_ceil(1000).max(1) as u64;
     Problem::new(ProblemKind::TooManyRequests, format!("too many requests: expected none within {delay_s} s"))
         .with_retry_after(delay_s)
@@ -104,12 +115,15 @@ mod tests {
 
     #[test]
     fn excess_requests_get_retry_after() {
-        let limits = RateLimits::default();
-        let address = |last_segment: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last_segment));
+        let limits = ApiRateLimits::default();
+        let client_address = |last_segment: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last_segment));
         let start_time = std::time::Instant::now();
         let (allowed_count, problem) = (0..=u16::MAX)
             .find_map(|n| {
-                limits.check_request_rate(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem))
+                limits
+                    .check_request_rate(Role::Operator, client_address(n), true)
+                    .err()
+                    .map(|problem| (u32::from(n), problem))
             })
             .unwrap();
         let (burst, replenished_count) = (
@@ -121,8 +135,8 @@ mod tests {
             "{allowed_count} allowed, {replenished_count} earned meanwhile"
         );
         assert_eq!((problem.status, problem.retry_after_s), (429, Some(1)));
-        assert!(limits.check_request_rate(Role::Operator, address(1), false).is_ok());
-        assert!(limits.check_request_rate(Role::Viewer, address(1), true).is_ok());
+        assert!(limits.check_request_rate(Role::Operator, client_address(1), false).is_ok());
+        assert!(limits.check_request_rate(Role::Viewer, client_address(1), true).is_ok());
         assert!(limits.check_rejected_request_rate("10.0.0.1".parse().unwrap()).is_ok());
     }
 }

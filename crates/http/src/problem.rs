@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Media type of a [`Problem`].
-pub const PROBLEM_JSON: &str = "application/problem+json";
+pub const PROBLEM_JSON_MEDIA_TYPE: &str = "application/problem+json";
 
 /// Kind of an error that the API returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -168,7 +168,7 @@ impl IntoResponse for Problem {
         let is_unauthenticated = self.kind == ProblemKind::Unauthenticated;
         let mut response = (status, Json(self)).into_response();
         let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(PROBLEM_JSON));
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(PROBLEM_JSON_MEDIA_TYPE));
         if let Some(seconds) = retry_after {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use axum::Router;
-use coreward_tls::certificate::Fingerprint;
+use coreward_tls::certificate::CertificateFingerprint;
 use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -16,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
-use crate::connection_limit::{ConnectionPermit, ConnectionSlots, TrackedBody};
+use crate::connection_limit::{ConnectionPermit, ConnectionSlots, TrackedResponseBody};
 use crate::work;
 use coreward_api::Role;
 
@@ -47,13 +47,13 @@ impl Default for ConnectionLimits {
 
 /// Peer of a connection. The server attaches it to every request as an extension.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Peer {
+pub struct ConnectionPeer {
     /// Address of the peer.
     pub address: IpAddr,
     /// Identity of the peer in its certificate, or `None` if the peer has no certificate.
     pub certificate: Option<CertificateIdentity>,
     /// Whether the connection is encrypted.
-    pub is_encrypted: bool,
+    pub is_connection_encrypted: bool,
 }
 
 /// Identity of an operator or a viewer who is authenticated by a certificate.
@@ -64,26 +64,26 @@ pub struct CertificateIdentity {
     /// Name of the certificate's owner.
     pub name: Arc<str>,
     /// Fingerprint of the certificate.
-    pub fingerprint: Fingerprint,
+    pub fingerprint: CertificateFingerprint,
     /// End of the certificate's validity, as time since 1970.
     pub not_after: Duration,
 }
 
-impl Peer {
+impl ConnectionPeer {
     /// Returns the peer of a connection without TLS.
     pub fn without_tls(address: IpAddr) -> Self {
-        Self { address, certificate: None, is_encrypted: false }
+        Self { address, certificate: None, is_connection_encrypted: false }
     }
 }
 
-impl Default for Peer {
+impl Default for ConnectionPeer {
     fn default() -> Self {
         Self::without_tls(IpAddr::V4(Ipv4Addr::UNSPECIFIED))
     }
 }
 
 /// Acceptor that performs the TLS handshake, if any, on a new TCP connection.
-pub trait Acceptor: Clone + Send + Sync + 'static {
+pub trait StreamAcceptor: Clone + Send + Sync + 'static {
     /// Byte stream of the secured connection.
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
 
@@ -93,29 +93,29 @@ pub trait Acceptor: Clone + Send + Sync + 'static {
         &self,
         stream: TcpStream,
         address: SocketAddr,
-    ) -> impl Future<Output = io::Result<(Self::Stream, Peer)>> + Send;
+    ) -> impl Future<Output = io::Result<(Self::Stream, ConnectionPeer)>> + Send;
 }
 
 /// Acceptor of connections without TLS.
 #[derive(Debug, Clone, Copy)]
 pub struct PlainAcceptor;
 
-impl Acceptor for PlainAcceptor {
+impl StreamAcceptor for PlainAcceptor {
     type Stream = TcpStream;
 
-    async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(TcpStream, Peer)> {
-        Ok((stream, Peer::without_tls(address.ip())))
+    async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(TcpStream, ConnectionPeer)> {
+        Ok((stream, ConnectionPeer::without_tls(address.ip())))
     }
 }
 
 /// Listening socket, with the limits of its connections.
-pub struct Listener {
+pub struct ApiListener {
     listener: std::net::TcpListener,
     address: SocketAddr,
     connection_limits: ConnectionLimits,
 }
 
-impl Listener {
+impl ApiListener {
     /// Binds a socket to the address. Fails if the address is in use or does not belong to this host.
     pub fn bind(address: SocketAddr) -> anyhow::Result<Self> {
         let expected_address = "expected a free port and an address of this host (`api`)";
@@ -127,7 +127,7 @@ impl Listener {
     }
 
     /// Sets the limits of the socket's connections.
-    pub fn with_limits(self, connection_limits: ConnectionLimits) -> Self {
+    pub fn with_connection_limits(self, connection_limits: ConnectionLimits) -> Self {
         Self { connection_limits, ..self }
     }
 
@@ -140,11 +140,11 @@ impl Listener {
     /// Each worker thread calls `on_thread_start` when it starts. Fails if threads cannot be created.
     pub fn serve(
         self,
-        acceptor: impl Acceptor,
+        acceptor: impl StreamAcceptor,
         router: Router,
         on_thread_start: impl Fn() + Send + Sync + 'static,
         background: impl Future<Output = ()> + Send + 'static,
-    ) -> anyhow::Result<RunningServer> {
+    ) -> anyhow::Result<RunningApiServer> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .max_blocking_threads(work::WORKER_THREAD_COUNT)
             .on_thread_start(on_thread_start)
@@ -152,7 +152,7 @@ impl Listener {
             .enable_all()
             .build()?;
         let (stop_sender, mut stop_receiver) = oneshot::channel();
-        let run_server = move || {
+        let run_api_server = move || {
             runtime.block_on(async move {
                 let listener = match tokio::net::TcpListener::from_std(self.listener) {
                     Ok(listener) => listener,
@@ -173,20 +173,20 @@ impl Listener {
                 }
             });
         };
-        std::thread::Builder::new().name("api".to_owned()).spawn(run_server)?;
-        Ok(RunningServer { _stop_on_drop: stop_sender })
+        std::thread::Builder::new().name("api".to_owned()).spawn(run_api_server)?;
+        Ok(RunningApiServer { _stop_on_drop: stop_sender })
     }
 }
 
 /// Guard of a running server. The server stops when the guard is dropped.
-pub struct RunningServer {
+pub struct RunningApiServer {
     _stop_on_drop: oneshot::Sender<std::convert::Infallible>,
 }
 
 async fn accept_connections(
     listener: tokio::net::TcpListener,
     connection_limits: ConnectionLimits,
-    acceptor: impl Acceptor,
+    acceptor: impl StreamAcceptor,
     router: Router,
 ) {
     let slots = ConnectionSlots::new(connection_limits.max_connections);
@@ -238,7 +238,7 @@ async fn serve_connection(
     address: SocketAddr,
     connection_limits: ConnectionLimits,
     permit: &Arc<ConnectionPermit>,
-    acceptor: impl Acceptor,
+    acceptor: impl StreamAcceptor,
     router: Router,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     stream.set_nodelay(true)?;
@@ -247,7 +247,7 @@ async fn serve_connection(
     let router_service = TowerToHyperService::new(router.layer(axum::Extension(peer)));
     let service = service_fn(|request| {
         let (guard, answer) = (permit.begin_request(), router_service.call(request));
-        async { answer.await.map(|answer| answer.map(|body| TrackedBody { body, _guard: guard })) }
+        async { answer.await.map(|answer| answer.map(|body| TrackedResponseBody { body, _guard: guard })) }
     });
     http1::Builder::new()
         .timer(TokioTimer::new())

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 use axum::http::{HeaderMap, header};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use coreward_tls::certificate::Fingerprint;
+use coreward_tls::certificate::CertificateFingerprint;
 use coreward_tls::verify::RevocationList;
 use parking_lot::{Mutex, MutexGuard};
 use rand::rand_core::{TryRng as _, UnwrapErr};
@@ -17,11 +17,11 @@ use subtle::ConstantTimeEq as _;
 const SESSION_LIFETIME: Duration = Duration::from_secs(12 * 3600);
 /// Maximum number of sessions. At the limit, a new session ends the oldest one.
 const MAX_SESSIONS: usize = 256;
-const COOKIE_NAME: &str = "coreward_session";
+const SESSION_COOKIE_NAME: &str = "coreward_session";
 
 /// Current sessions of browsers.
 #[derive(Default)]
-pub struct Sessions(Mutex<Vec<Session>>);
+pub struct BrowserSessions(Mutex<Vec<BrowserSession>>);
 
 /// Kind of credential with which a session began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub enum SessionCredential {
     /// Session that began with a client certificate.
     Certificate {
         /// Fingerprint of the certificate. The session ends when this certificate is revoked.
-        fingerprint: Fingerprint,
+        fingerprint: CertificateFingerprint,
         /// End of the certificate's validity, as time since 1970.
         not_after: Duration,
     },
@@ -49,13 +49,13 @@ impl SessionCredential {
     }
 }
 
-struct Session {
+struct BrowserSession {
     id: String,
     credential: SessionCredential,
     expires_at: Instant,
 }
 
-impl Sessions {
+impl BrowserSessions {
     /// Begins a session and returns its `Set-Cookie` value. The cookie is `Secure` if the request arrived over TLS.
     pub fn begin_session(&self, credential: SessionCredential, is_encrypted: bool) -> String {
         let mut random_bytes = [0; 32];
@@ -66,23 +66,23 @@ impl Sessions {
             sessions.remove(0);
         }
         let cookie = cookie_header_value(&id, SESSION_LIFETIME, is_encrypted);
-        sessions.push(Session { id, credential, expires_at: Instant::now() + SESSION_LIFETIME });
+        sessions.push(BrowserSession { id, credential, expires_at: Instant::now() + SESSION_LIFETIME });
         cookie
     }
 
     /// Returns whether the request's cookie belongs to a valid session. A session that began with a certificate is no
     /// longer valid when the certificate expires or is revoked.
-    pub fn has_session(&self, headers: &HeaderMap, revocation_list: &RevocationList) -> bool {
+    pub fn has_valid_session(&self, headers: &HeaderMap, revocation_list: &RevocationList) -> bool {
         let mut live_sessions = self.lock_live_sessions();
         live_sessions.retain(|session| session.credential.is_valid(revocation_list));
-        parse_session_ids(headers).any(|id| live_sessions.iter().any(|session| session.has_id(id)))
+        parse_session_ids(headers).any(|id| live_sessions.iter().any(|session| session.matches_session_id(id)))
     }
 
     /// Ends the request's session, and returns the `Set-Cookie` value that deletes the cookie. This value is `Secure`
     /// if the request arrived over TLS.
     pub fn end_session(&self, headers: &HeaderMap, is_encrypted: bool) -> String {
         for id in parse_session_ids(headers) {
-            self.lock_live_sessions().retain(|session| !session.has_id(id));
+            self.lock_live_sessions().retain(|session| !session.matches_session_id(id));
         }
         cookie_header_value("", Duration::ZERO, is_encrypted)
     }
@@ -97,7 +97,7 @@ impl Sessions {
         self.lock_live_sessions().retain(|session| session.credential == SessionCredential::Token);
     }
 
-    fn lock_live_sessions(&self) -> MutexGuard<'_, Vec<Session>> {
+    fn lock_live_sessions(&self) -> MutexGuard<'_, Vec<BrowserSession>> {
         let mut sessions = self.0.lock();
         let now = Instant::now();
         sessions.retain(|session| session.expires_at > now);
@@ -105,8 +105,8 @@ impl Sessions {
     }
 }
 
-impl Session {
-    fn has_id(&self, id: &str) -> bool {
+impl BrowserSession {
+    fn matches_session_id(&self, id: &str) -> bool {
         self.id.as_bytes().ct_eq(id.as_bytes()).into()
     }
 }
@@ -115,7 +115,10 @@ impl Session {
 /// ignore a `Secure` cookie that arrives unencrypted (RFC 6265bis, Sect. 4.1.2.5).
 fn cookie_header_value(id: &str, max_age: Duration, is_encrypted: bool) -> String {
     let secure_attribute = if is_encrypted { "; Secure" } else { "" };
-    format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure_attribute}", max_age.as_secs())
+    format!(
+        "{SESSION_COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure_attribute}",
+        max_age.as_secs()
+    )
 }
 
 fn parse_session_ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
@@ -123,7 +126,7 @@ fn parse_session_ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
     cookie_headers
         .flat_map(|cookies| cookies.split(';'))
         .filter_map(|cookie_pair| cookie_pair.trim().split_once('='))
-        .filter_map(|(name, value)| (name == COOKIE_NAME).then_some(value))
+        .filter_map(|(name, value)| (name == SESSION_COOKIE_NAME).then_some(value))
 }
 
 #[cfg(test)]
@@ -138,21 +141,23 @@ mod tests {
 
     #[test]
     fn session_lasts_until_logout() {
-        let (sessions, revoked) = (Sessions::default(), RevocationList::default());
+        let (sessions, revoked) = (BrowserSessions::default(), RevocationList::default());
         let cookie = sessions.begin_session(SessionCredential::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
         let headers = headers_with_cookie(cookie.split(';').next().unwrap());
         assert!(
-            sessions.has_session(&headers, &revoked)
-                && !sessions.has_session(&headers_with_cookie("coreward_session="), &revoked)
-                && !sessions.has_session(&headers_with_cookie("a=b"), &revoked)
+            sessions.has_valid_session(&headers, &revoked)
+                && !sessions.has_valid_session(&headers_with_cookie("coreward_session="), &revoked)
+                && !sessions.has_valid_session(&headers_with_cookie("a=b"), &revoked)
         );
         assert!(sessions.end_session(&headers, false).contains("Max-Age=0"));
-        assert!(!sessions.has_session(&headers, &revoked));
+        assert!(!sessions.has_valid_session(&headers, &revoked));
         let begin_session =
             |credential| headers_with_cookie(sessions.begin_session(credential, false).split(';').next().unwrap());
-        let certificate_credential =
-            |n: u8, not_after| SessionCredential::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
+        let certificate_credential = |n: u8, not_after| SessionCredential::Certificate {
+            fingerprint: CertificateFingerprint::sha256(&[n]),
+            not_after,
+        };
         let [token, lost, kept, expired] = [
             SessionCredential::Token,
             certificate_credential(1, Duration::MAX),
@@ -160,22 +165,22 @@ mod tests {
             certificate_credential(3, Duration::from_secs(1)),
         ]
         .map(begin_session);
-        assert!(sessions.has_session(&lost, &revoked) && !sessions.has_session(&expired, &revoked));
-        revoked.replace_fingerprints([Fingerprint::sha256(&[1])]);
-        assert!(!sessions.has_session(&lost, &revoked) && sessions.has_session(&kept, &revoked));
+        assert!(sessions.has_valid_session(&lost, &revoked) && !sessions.has_valid_session(&expired, &revoked));
+        revoked.replace_fingerprints([CertificateFingerprint::sha256(&[1])]);
+        assert!(!sessions.has_valid_session(&lost, &revoked) && sessions.has_valid_session(&kept, &revoked));
         sessions.end_certificate_sessions();
-        assert!(sessions.has_session(&token, &revoked) && !sessions.has_session(&kept, &revoked));
+        assert!(sessions.has_valid_session(&token, &revoked) && !sessions.has_valid_session(&kept, &revoked));
         sessions.end_token_sessions();
-        assert!(!sessions.has_session(&token, &revoked));
+        assert!(!sessions.has_valid_session(&token, &revoked));
     }
 
     #[test]
     fn oldest_session_is_evicted_at_limit() {
-        let sessions = Sessions::default();
+        let sessions = BrowserSessions::default();
         let first_session_headers =
             headers_with_cookie(sessions.begin_session(SessionCredential::Token, false).split(';').next().unwrap());
         (0..MAX_SESSIONS).for_each(|_| drop(sessions.begin_session(SessionCredential::Token, false)));
-        assert!(!sessions.has_session(&first_session_headers, &RevocationList::default()));
+        assert!(!sessions.has_valid_session(&first_session_headers, &RevocationList::default()));
         assert_eq!(sessions.lock_live_sessions().len(), MAX_SESSIONS);
     }
 }

@@ -18,7 +18,7 @@ const MAX_WAITING_LARGE_REQUESTS: usize = 16;
 
 /// Size class of the work that a request causes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WorkSize {
+pub enum RequestWorkSize {
     /// Work that takes milliseconds, even with thousands of servers.
     Small,
     /// Work without an upper limit, which takes seconds for the worst documents.
@@ -43,7 +43,7 @@ impl IntoResponse for JsonAnswer {
 /// Computes an answer on a worker thread, and encodes it in JSON. Fails if `work` returns an error or panics, or if too
 /// many requests wait.
 pub async fn compute_answer<T: Serialize>(
-    size: WorkSize,
+    size: RequestWorkSize,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<JsonAnswer, Problem> {
     run_on_worker(size, move || {
@@ -55,7 +55,7 @@ pub async fn compute_answer<T: Serialize>(
 
 /// Runs `work` on a worker thread. Fails if too many requests wait, or if `work` panics.
 pub async fn run_on_worker<T: Send + 'static>(
-    size: WorkSize,
+    size: RequestWorkSize,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Problem> {
     let permits = acquire_large_request_permits(size).await?;
@@ -72,9 +72,9 @@ fn internal_problem(error: &impl ToString) -> Problem {
 }
 
 async fn acquire_large_request_permits(
-    size: WorkSize,
+    size: RequestWorkSize,
 ) -> Result<Option<(SemaphorePermit<'static>, SemaphorePermit<'static>)>, Problem> {
-    if size == WorkSize::Small {
+    if size == RequestWorkSize::Small {
         return Ok(None);
     }
     let queue_permit = LARGE_REQUEST_QUEUE_SLOTS.try_acquire().map_err(|_| {

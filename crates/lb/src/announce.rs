@@ -19,14 +19,14 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_stream::StreamExt as _;
 
-use crate::config::Announce;
+use crate::config::AnnounceConfig;
 
 /// Protocol number of the routes, as in `ip route`. Neither the kernel nor iproute2 assigns this number to a protocol.
-const ROUTE_PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
+const VIP_ROUTE_PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
 /// Interval between the checks whether other programs have changed the routing table.
 const ROUTE_READ_INTERVAL: Duration = Duration::from_secs(10);
 
-pub struct Announcer {
+pub struct VipAnnouncer {
     netlink_handle: Handle,
     route_table_id: u32,
     announced_vips: BTreeSet<IpAddr>,
@@ -36,16 +36,16 @@ pub struct Announcer {
 
 /// VIPs that can be announced, and the reasons why other VIPs cannot be.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct AnnounceState {
+pub struct VipAnnouncementState {
     /// VIPs whose packets can be forwarded.
     pub announceable_vips: BTreeSet<IpAddr>,
     /// Reasons why the other VIPs are not announced.
     pub blocked_reasons: Vec<String>,
 }
 
-impl Announcer {
+impl VipAnnouncer {
     /// Returns an announcer that has read an earlier process's routes. Fails when the kernel's routes cannot be read.
-    pub async fn start(config: &Announce) -> anyhow::Result<Self> {
+    pub async fn start(config: &AnnounceConfig) -> anyhow::Result<Self> {
         let (connection, netlink_handle, _) =
             rtnetlink::new_connection().context("cannot open a netlink socket for routes")?;
         let netlink_task = tokio::spawn(connection).abort_handle();
@@ -69,13 +69,14 @@ impl Announcer {
     }
 
     /// Announces exactly the `announceable_vips` VIPs and withdraws all others. Fails when the kernel rejects a route.
-    pub async fn announce(&mut self, announceable_vips: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
+    pub async fn announce_vips(&mut self, announceable_vips: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
         if self.last_route_read_at.elapsed() >= ROUTE_READ_INTERVAL {
             self.read_routes().await?;
         }
         let withdrawn_vips: Vec<IpAddr> = self.announced_vips.difference(announceable_vips).copied().collect();
         for vip in withdrawn_vips {
-            let delete_result = self.netlink_handle.route().del(vip_route(vip, self.route_table_id)?).execute().await;
+            let delete_result =
+                self.netlink_handle.route().del(build_vip_route(vip, self.route_table_id)?).execute().await;
             delete_result.with_context(|| format!("VIP {vip} cannot be withdrawn"))?;
             self.announced_vips.remove(&vip);
             tracing::info!(
@@ -88,7 +89,7 @@ impl Announcer {
         let new_vips: Vec<IpAddr> = announceable_vips.difference(&self.announced_vips).copied().collect();
         for vip in new_vips {
             let add_result =
-                self.netlink_handle.route().add(vip_route(vip, self.route_table_id)?).replace().execute().await;
+                self.netlink_handle.route().add(build_vip_route(vip, self.route_table_id)?).replace().execute().await;
             add_result.with_context(|| format!("VIP {vip} cannot be announced"))?;
             self.announced_vips.insert(vip);
             tracing::info!(
@@ -131,12 +132,12 @@ fn host_prefix_length(vip: IpAddr) -> u8 {
     if vip.is_ipv4() { 32 } else { 128 }
 }
 
-fn vip_route(vip: IpAddr, route_table_id: u32) -> anyhow::Result<RouteMessage> {
+fn build_vip_route(vip: IpAddr, route_table_id: u32) -> anyhow::Result<RouteMessage> {
     let route = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, host_prefix_length(vip))?;
-    Ok(route.table_id(route_table_id).protocol(ROUTE_PROTOCOL).kind(RouteType::BlackHole).build())
+    Ok(route.table_id(route_table_id).protocol(VIP_ROUTE_PROTOCOL).kind(RouteType::BlackHole).build())
 }
 
-impl Drop for Announcer {
+impl Drop for VipAnnouncer {
     fn drop(&mut self) {
         self.netlink_task.abort();
     }
@@ -148,7 +149,7 @@ fn announced_vip(route: &RouteMessage, own_table_id: u32) -> Option<IpAddr> {
         _ => None,
     });
     let route_table_id = table_attribute.unwrap_or(route.header.table.into());
-    if route_table_id != own_table_id || route.header.protocol != ROUTE_PROTOCOL {
+    if route_table_id != own_table_id || route.header.protocol != VIP_ROUTE_PROTOCOL {
         return None;
     }
     let destination = route.attributes.iter().find_map(|attribute| match attribute {
@@ -172,11 +173,11 @@ mod tests {
                 announced_vip(&route_builder.table_id(table).protocol(protocol).build(), 7400)
             };
             let host_prefix_length = host_prefix_length(vip);
-            assert_eq!(announced_vip_for_route(7400, ROUTE_PROTOCOL, host_prefix_length), Some(vip));
-            assert_eq!(announced_vip(&vip_route(vip, 7400).unwrap(), 7400), Some(vip));
-            assert_eq!(announced_vip_for_route(7401, ROUTE_PROTOCOL, host_prefix_length), None);
+            assert_eq!(announced_vip_for_route(7400, VIP_ROUTE_PROTOCOL, host_prefix_length), Some(vip));
+            assert_eq!(announced_vip(&build_vip_route(vip, 7400).unwrap(), 7400), Some(vip));
+            assert_eq!(announced_vip_for_route(7401, VIP_ROUTE_PROTOCOL, host_prefix_length), None);
             assert_eq!(announced_vip_for_route(7400, RouteProtocol::Static, host_prefix_length), None);
-            assert_eq!(announced_vip_for_route(7400, ROUTE_PROTOCOL, network_length), None);
+            assert_eq!(announced_vip_for_route(7400, VIP_ROUTE_PROTOCOL, network_length), None);
         }
     }
 }

@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
-use coreward_dataplane::lb::capture::{self, Capture, CapturedPacket, Destination, Options};
+use coreward_dataplane::lb::capture::{self, CaptureOptions, CapturedPacket, PacketCapture, PacketDestination};
 use coreward_model::ServiceAddress;
 use nix::time::{ClockId, clock_gettime};
 
-use crate::config::Config;
+use crate::config::LoadBalancerConfig;
 use crate::pcapng::PcapngWriter;
 
 /// Options of `coreward capture`.
@@ -49,15 +49,15 @@ const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Captures packets of a service until the given number of packets or seconds is reached, or until SIGINT. Then prints
 /// the number of packets. Fails when no load balancer runs, it does not have the service, or the file cannot be
 /// written.
-pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
-    let config = Config::load(&args.config)?;
+pub fn run_capture_command(args: &CaptureArgs) -> anyhow::Result<()> {
+    let config = LoadBalancerConfig::load(&args.config)?;
     let service = find_service(&args.service, &capture::pinned_services(&config.pin_directory)?)?;
-    let options = Options { pin_directory: config.pin_directory, service, max_captured_bytes: args.length };
+    let options = CaptureOptions { pin_directory: config.pin_directory, service, max_captured_bytes: args.length };
     let mut packet_sink = match &args.out {
-        Some(path) => PacketSink::PcapngFile(PcapngFile::create(path, args.annotate)?),
-        None => PacketSink::TextLines,
+        Some(path) => CapturedPacketSink::PcapngFile(PcapngFile::create(path, args.annotate)?),
+        None => CapturedPacketSink::TextLines,
     };
-    let mut capture = Capture::start(options)?;
+    let mut capture = PacketCapture::start(options)?;
     eprintln!("capturing {service}");
     let stop_flag = stop_flag_on_signal()?;
     let monotonic_epoch = monotonic_clock_epoch()?;
@@ -119,15 +119,15 @@ fn monotonic_clock_epoch() -> anyhow::Result<Duration> {
     Ok(now.saturating_sub(clock_gettime(ClockId::CLOCK_MONOTONIC)?.into()))
 }
 
-enum PacketSink {
+enum CapturedPacketSink {
     TextLines,
     PcapngFile(PcapngFile),
 }
 
-impl PacketSink {
+impl CapturedPacketSink {
     fn write_packet(&mut self, unix_time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         match self {
-            PacketSink::TextLines => {
+            CapturedPacketSink::TextLines => {
                 let decision_comment = DecisionComment(packet);
                 let (seconds, micros) = (unix_time.as_secs(), unix_time.subsec_micros());
                 Ok(writeln!(
@@ -136,17 +136,17 @@ impl PacketSink {
                     packet.frame_length
                 )?)
             }
-            PacketSink::PcapngFile(file) => file.write_packet(unix_time, packet),
+            CapturedPacketSink::PcapngFile(file) => file.write_packet(unix_time, packet),
         }
     }
 }
 
-impl PacketSink {
+impl CapturedPacketSink {
     /// Flushes the file and returns any error, because dropping the writer would ignore it.
     fn flush(self) -> anyhow::Result<()> {
         match self {
-            PacketSink::TextLines => Ok(()),
-            PacketSink::PcapngFile(mut file) => file.writer.flush().context("writing the capture"),
+            CapturedPacketSink::TextLines => Ok(()),
+            CapturedPacketSink::PcapngFile(mut file) => file.writer.flush().context("writing the capture"),
         }
     }
 }
@@ -175,14 +175,14 @@ impl fmt::Display for DecisionComment<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.0.outcome)?;
         match &self.0.destination {
-            Destination::Kernel => f.write_str("passed to the kernel"),
-            Destination::Dropped => f.write_str("dropped"),
-            Destination::Broadcast => f.write_str("to all servers"),
-            Destination::LoadBalancer { owner_number } => {
+            PacketDestination::Kernel => f.write_str("passed to the kernel"),
+            PacketDestination::Dropped => f.write_str("dropped"),
+            PacketDestination::Broadcast => f.write_str("to all servers"),
+            PacketDestination::LoadBalancer { owner_number } => {
                 write!(f, "to the load balancer with owner number {owner_number}")
             }
-            Destination::UnknownMac(mac) => write!(f, "to {mac}, which is no server's now"),
-            Destination::Server { mac, ids } => {
+            PacketDestination::UnknownMac(mac) => write!(f, "to {mac}, which is no server's now"),
+            PacketDestination::Server { mac, ids } => {
                 let candidate_ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
                 write!(f, "to server {} ({mac})", candidate_ids.join(" or "))
             }

@@ -5,17 +5,17 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, BoundedDuration, BoundedInteger, HOUR_NS, InterfaceName, MINUTE_NS, Name, SECOND_NS, config_file,
-    config_struct, string_enum,
+    AbsolutePath, BoundedDuration, BoundedInteger, HOUR_NS, InterfaceName, MINUTE_NS, PrintableName, SECOND_NS,
+    config_file, config_struct, string_enum,
 };
-use coreward_daemon::Controllers;
-use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options, XdpMode};
-use coreward_model::connection_table::{ConnectionTimeouts, TableSize};
+use coreward_daemon::ControllerAddresses;
+use coreward_dataplane::lb::{LoadBalancerOptions, MAX_FLOW_TABLE_ENTRIES, XdpMode};
+use coreward_model::connection_table::{ConnectionTableSize, ConnectionTimeouts};
 use coreward_model::vlan::Vlan;
 
 /// Treatment of announced VIPs when the daemon stops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OnStop {
+pub enum VipTreatmentOnStop {
     /// VIPs are withdrawn, so that other load balancers get the packets.
     Withdraw,
     /// VIPs stay announced, because the data plane continues. This is meant for a restart.
@@ -25,11 +25,11 @@ pub enum OnStop {
 config_struct! {
     /// Configuration of the load balancer. Everything else comes from the controller.
     #[derive(Debug, Clone, PartialEq, Eq)]
-    pub struct Config {
+    pub struct LoadBalancerConfig {
         /// Name in `coreward status`; different for every load balancer.
-        pub name: String as Name,
+        pub name: String as PrintableName,
         /// Addresses of the controllers: one, or a list.
-        pub controllers as "controller": Controllers,
+        pub controllers as "controller": ControllerAddresses,
         /// Interface that receives and sends packets for VIPs.
         pub interface: String as InterfaceName,
         /// VLAN of packets for VIPs; without it they are untagged.
@@ -44,17 +44,18 @@ config_struct! {
         pub address: Option<IpAddr>,
         /// Number of entries for connections without a cookie.
         pub flow_table: u32 as BoundedInteger<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> =
-            BoundedInteger(Options::default().flow_table_entry_count.into()),
+            BoundedInteger(LoadBalancerOptions::default().flow_table_entry_count.into()),
         /// Number of entries for connections of stateful services; each takes 64 bytes.
-        pub connection_table: TableSize = TableSize::default(),
+        pub connection_table: ConnectionTableSize = ConnectionTableSize::default(),
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
         pub tls: Option<coreward_tls::CredentialFiles>,
         /// Times without packets after which connections of stateful services are checked.
-        pub connection_timers: ConnectionTimeouts as ConnectionTimers = ConnectionTimers { idle: None, closing: None },
+        pub connection_timers: ConnectionTimeouts as ConfiguredConnectionTimers =
+            ConfiguredConnectionTimers { idle: None, closing: None },
         /// Announcement of VIPs by a routing daemon, once they can be served; without it the operator routes them.
-        pub announce: Option<Announce>,
+        pub announce: Option<AnnounceConfig>,
     }
 }
 
@@ -64,38 +65,39 @@ const FIRST_UNNAMED_ROUTE_TABLE: u64 = 256;
 config_struct! {
     /// The `[announce]` section.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub struct Announce {
+    pub struct AnnounceConfig {
         /// The kernel's routing table that the routing daemon learns VIPs from; no rule may use it.
         pub table: u32 as BoundedInteger<FIRST_UNNAMED_ROUTE_TABLE, { u32::MAX as u64 }> = BoundedInteger(7400),
         /// Treatment of announced VIPs when the daemon stops: "withdraw", or "keep", as the data plane goes on.
-        pub on_stop: OnStop = OnStop::Withdraw,
+        pub on_stop: VipTreatmentOnStop = VipTreatmentOnStop::Withdraw,
         /// Time between the withdrawal of VIPs and the daemon's end, so that routers learn of the withdrawal.
         pub drain: Duration as BoundedDuration<0, MINUTE_NS> = BoundedDuration(Duration::from_secs(5)),
     }
 }
 
 string_enum!(
-    OnStop,
+    VipTreatmentOnStop,
     "what becomes of VIPs,",
-    [("withdraw", OnStop::Withdraw), ("keep", OnStop::Keep)].map(|(name, on_stop)| (name.to_owned(), on_stop))
+    [("withdraw", VipTreatmentOnStop::Withdraw), ("keep", VipTreatmentOnStop::Keep)]
+        .map(|(name, on_stop)| (name.to_owned(), on_stop))
 );
 
 /// Timeout of 1 s to 24 h without packets, after which a connection table entry is checked.
-type IdleTimer = BoundedDuration<SECOND_NS, { 24 * HOUR_NS }>;
+type BoundedConnectionTimer = BoundedDuration<SECOND_NS, { 24 * HOUR_NS }>;
 
 config_struct! {
     /// Times without packets after which a server is queried about a connection.
-    struct ConnectionTimers {
+    struct ConfiguredConnectionTimers {
         /// Time since the last packet from the client.
-        idle: Option<IdleTimer>,
+        idle: Option<BoundedConnectionTimer>,
         /// Time since the last packet from the client, after a FIN or RST.
-        closing: Option<IdleTimer>,
+        closing: Option<BoundedConnectionTimer>,
     }
 }
 
-impl From<ConnectionTimers> for ConnectionTimeouts {
-    fn from(configured_timers: ConnectionTimers) -> Self {
-        let timeout_or_default = |timer: Option<IdleTimer>, default| timer.map_or(default, Duration::from);
+impl From<ConfiguredConnectionTimers> for ConnectionTimeouts {
+    fn from(configured_timers: ConfiguredConnectionTimers) -> Self {
+        let timeout_or_default = |timer: Option<BoundedConnectionTimer>, default| timer.map_or(default, Duration::from);
         let default_timeouts = ConnectionTimeouts::default();
         let (idle, closing) = (
             timeout_or_default(configured_timers.idle, default_timeouts.idle),
@@ -120,11 +122,11 @@ impl From<XdpModeName> for XdpMode {
     }
 }
 
-config_file!(Config);
+config_file!(LoadBalancerConfig);
 
 #[cfg(test)]
 mod tests {
-    use coreward_config::Source;
+    use coreward_config::TomlSource;
 
     use super::*;
 
@@ -134,38 +136,43 @@ interface = "eth0"
 pin_directory = "/sys/fs/bpf/coreward/lb1"
 "#;
 
-    fn parse(text: &str) -> Result<Config, String> {
-        Config::parse(&Source::from_text("lb.toml", text)).map_err(|mistakes| mistakes.to_string())
+    fn parse_config(text: &str) -> Result<LoadBalancerConfig, String> {
+        LoadBalancerConfig::parse(&TomlSource::from_text("lb.toml", text)).map_err(|mistakes| mistakes.to_string())
     }
 
     #[test]
     fn xdp_mode_defaults_to_auto() {
-        assert_eq!(parse(MINIMAL_CONFIG).unwrap().xdp_mode, XdpMode::Auto);
-        assert_eq!(parse(&format!("{MINIMAL_CONFIG}xdp_mode = \"native\"\n")).unwrap().xdp_mode, XdpMode::Native);
+        assert_eq!(parse_config(MINIMAL_CONFIG).unwrap().xdp_mode, XdpMode::Auto);
+        assert_eq!(
+            parse_config(&format!("{MINIMAL_CONFIG}xdp_mode = \"native\"\n")).unwrap().xdp_mode,
+            XdpMode::Native
+        );
     }
 
     #[test]
     fn tables_and_addresses_have_defaults() {
-        let config = parse(MINIMAL_CONFIG).unwrap();
+        let config = parse_config(MINIMAL_CONFIG).unwrap();
         assert_eq!((config.address, config.flow_table), (None, 1_048_576));
         assert_eq!(config.connection_table.entry_count(), 262_144);
         assert_eq!(config.connection_timers, ConnectionTimeouts::default());
         let idle_timeouts =
-            parse(&format!("{MINIMAL_CONFIG}[connection_timers]\nidle = \"7s\"\n")).unwrap().connection_timers;
+            parse_config(&format!("{MINIMAL_CONFIG}[connection_timers]\nidle = \"7s\"\n")).unwrap().connection_timers;
         assert_eq!(idle_timeouts, ConnectionTimeouts { idle: Duration::from_secs(7), ..ConnectionTimeouts::default() });
         assert_eq!(config.vlan, None);
-        assert_eq!(parse(&format!("{MINIMAL_CONFIG}vlan = 20\n")).unwrap().vlan, Vlan::new(20).ok());
-        let config = parse(&format!("{MINIMAL_CONFIG}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();
+        assert_eq!(parse_config(&format!("{MINIMAL_CONFIG}vlan = 20\n")).unwrap().vlan, Vlan::new(20).ok());
+        let config = parse_config(&format!("{MINIMAL_CONFIG}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();
         assert_eq!((config.address, config.flow_table), (Some(IpAddr::from([10, 2, 0, 1])), 1000));
     }
 
     #[test]
     fn announce_section_enables_vip_announcement() {
-        assert_eq!(parse(MINIMAL_CONFIG).unwrap().announce, None);
-        let announce_config = parse(&format!("{MINIMAL_CONFIG}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
-        let expected_announce = Announce { table: 7400, on_stop: OnStop::Keep, drain: Duration::from_secs(5) };
+        assert_eq!(parse_config(MINIMAL_CONFIG).unwrap().announce, None);
+        let announce_config =
+            parse_config(&format!("{MINIMAL_CONFIG}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
+        let expected_announce =
+            AnnounceConfig { table: 7400, on_stop: VipTreatmentOnStop::Keep, drain: Duration::from_secs(5) };
         assert_eq!(announce_config, Some(expected_announce));
-        let mistakes = parse(&format!("{MINIMAL_CONFIG}[announce]\ntable = 254\n")).unwrap_err();
+        let mistakes = parse_config(&format!("{MINIMAL_CONFIG}[announce]\ntable = 254\n")).unwrap_err();
         assert_eq!(mistakes, "lb.toml:6:9: key `announce.table`: 254: expected a whole number from 256 to 4294967295");
     }
 
@@ -200,9 +207,10 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
             ),
         ];
         for (line, message) in cases {
-            assert_eq!(parse(&format!("{MINIMAL_CONFIG}{line}\n")).unwrap_err(), format!("lb.toml:{message}"));
+            assert_eq!(parse_config(&format!("{MINIMAL_CONFIG}{line}\n")).unwrap_err(), format!("lb.toml:{message}"));
         }
-        let mistakes = parse(&MINIMAL_CONFIG.replace("10.1.0.1:7400", "10.1.0.1").replace("name", "nane")).unwrap_err();
+        let mistakes =
+            parse_config(&MINIMAL_CONFIG.replace("10.1.0.1:7400", "10.1.0.1").replace("name", "nane")).unwrap_err();
         assert_eq!(mistakes.lines().count(), 3, "{mistakes}");
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use comfy_table::{CellAlignment, Table, presets};
-use coreward_dataplane::lb::connections::PinnedConnections;
+use coreward_dataplane::lb::connections::PinnedConnectionTable;
 use coreward_model::connection_table::{ClockTicks, Connection, heaviest_connections};
 
 use crate::capture_command::find_service;
@@ -21,26 +21,26 @@ pub struct ConnectionsArgs {
     #[arg(long, value_name = "COUNT", default_value_t = 20)]
     pub top: usize,
     /// Count by which connections are sorted
-    #[arg(long, value_enum, default_value_t = SortBy::Packets)]
-    pub by: SortBy,
+    #[arg(long, value_enum, default_value_t = ConnectionSortKey::Packets)]
+    pub by: ConnectionSortKey,
     /// Pin directory of the load balancer [default: the only one below /sys/fs/bpf/coreward]
     #[arg(long, value_name = "DIRECTORY")]
     pub pin_directory: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum SortBy {
+pub enum ConnectionSortKey {
     /// Packets from the client
     Packets,
     /// Bytes from the client
     Bytes,
 }
 
-impl SortBy {
+impl ConnectionSortKey {
     fn sort_key(self, connection: &Connection) -> u64 {
         match self {
-            SortBy::Packets => connection.packet_count,
-            SortBy::Bytes => connection.byte_count,
+            ConnectionSortKey::Packets => connection.packet_count,
+            ConnectionSortKey::Bytes => connection.byte_count,
         }
     }
 }
@@ -49,20 +49,20 @@ const PIN_ROOT_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
 /// Returns a service's heaviest connections as text. Fails when the pin directory is ambiguous or has no load balancer,
 /// or the service is unknown.
-pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
+pub fn run_connections_command(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),
         None => find_pin_directory(Path::new(PIN_ROOT_DIRECTORY))?,
     };
-    let pinned_connections = PinnedConnections::open(&directory)?;
-    let service = find_service(&args.service, &pinned_connections.services())?;
+    let pinned_connections = PinnedConnectionTable::open(&directory)?;
+    let service = find_service(&args.service, &pinned_connections.services_with_names())?;
     let mut connection_count = 0;
     let counted_connections = pinned_connections.connections(service).inspect(|_| connection_count += 1);
     let top_connections =
         heaviest_connections(counted_connections, args.top, |connection| args.by.sort_key(connection));
     let table_entry_count = pinned_connections.table_size().entry_count();
     let heading = format!("{service}: {connection_count} connections in a table of {table_entry_count} entries");
-    Ok(format!("{heading}\n{}", format_table(&top_connections, pinned_connections.packet_clock())))
+    Ok(format!("{heading}\n{}", format_table(&top_connections, pinned_connections.packet_clock_ticks())))
 }
 
 /// Returns the only directory below `root` in which a load balancer has pinned its maps. Fails if there are several.
@@ -118,7 +118,7 @@ fn connection_state_name(connection: &Connection) -> &'static str {
 #[cfg(test)]
 mod tests {
     use coreward_model::ServerId;
-    use coreward_model::connection_table::{ConnectionIndex, EntryIdentity};
+    use coreward_model::connection_table::{ConnectionIndex, TableEntryIdentity};
 
     use super::*;
 
@@ -127,7 +127,7 @@ mod tests {
         let server_id = ServerId::try_from(77).unwrap();
         let connection = Connection {
             index: ConnectionIndex::new(0, 5),
-            identity: EntryIdentity { tag: 1, generation: 2, service_slot: 0, server: server_id },
+            identity: TableEntryIdentity { tag: 1, generation: 2, service_slot: 0, server: server_id },
             client: "10.1.0.7:40312".parse().unwrap(),
             packet_count: 12,
             byte_count: 3456,
@@ -146,14 +146,14 @@ mod tests {
     #[test]
     fn pin_directory_must_be_given_unless_there_is_one_load_balancer() {
         let root = tempfile::tempdir().unwrap();
-        let search_error = |root: &Path| find_pin_directory(root).unwrap_err().to_string();
-        assert!(search_error(root.path()).starts_with("no load balancer has pinned its maps below "));
+        let pin_directory_error = |root: &Path| find_pin_directory(root).unwrap_err().to_string();
+        assert!(pin_directory_error(root.path()).starts_with("no load balancer has pinned its maps below "));
         let pin_directories = ["lb1", "lb2"].map(|name| {
             std::fs::create_dir_all(root.path().join(name).join("lb/connections")).unwrap();
             find_pin_directory(root.path())
         });
         assert_eq!(pin_directories[0].as_ref().unwrap(), &root.path().join("lb1"));
         assert!(pin_directories[1].as_ref().unwrap_err().to_string().starts_with("several load balancers"));
-        assert!(search_error(&root.path().join("none")).ends_with("give --pin-directory"));
+        assert!(pin_directory_error(&root.path().join("none")).ends_with("give --pin-directory"));
     }
 }

@@ -11,11 +11,11 @@ use coreward_daemon::ControllerConnection;
 use coreward_daemon::metrics_endpoint::ScrapeReceiver;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::pins::{self, PinDirectoryLock};
-use coreward_dataplane::routes::Routes;
+use coreward_dataplane::routes::RouteSockets;
 use coreward_dataplane::{neighbour, vlan_device};
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_rpc::v1::control_client::ControlClient;
-use coreward_tls::Role;
+use coreward_tls::FleetRole;
 use coreward_wire::address::address_bytes;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
@@ -28,8 +28,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use tonic::transport::Channel;
 
-use crate::announce::{AnnounceState, Announcer};
-use crate::config::{Announce, Config, OnStop};
+use crate::announce::{VipAnnouncementState, VipAnnouncer};
+use crate::config::{AnnounceConfig, LoadBalancerConfig, VipTreatmentOnStop};
 use crate::forwarder::{Forwarder, PROGRAM_LOAD_TIMEOUT, log_rejection};
 use crate::health::HealthChecks;
 use crate::last_configuration::SavedConfigurationFile;
@@ -47,12 +47,12 @@ const RESOLVER_ENDED_ERROR: &str = "a thread that resolves MAC addresses has end
 /// Runs the load balancer until SIGTERM or SIGINT. Pinned programs and maps stay in use. Fails when the
 /// configuration file is invalid, another daemon uses the pin directory, the interface does not exist, or the kernel
 /// rejects the program.
-pub fn run(config: &Path) -> anyhow::Result<()> {
-    let config = Config::load(config)?;
+pub fn run_load_balancer(config: &Path) -> anyhow::Result<()> {
+    let config = LoadBalancerConfig::load(config)?;
     // Health checks of many servers need many concurrent connections, and each of them takes a file descriptor.
     coreward_daemon::raise_open_file_limit();
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
-    let mut load_balancer = LoadBalancer::load(lb_options(&config))?;
+    let mut load_balancer = LoadBalancer::load(build_lb_options(&config))?;
     let attachment = load_balancer.attach(&config.interface, config.xdp_mode)?;
     let start_action = match (load_balancer.is_state_taken_over(), load_balancer.is_upgrade_pending()) {
         (true, _) => "taken over its XDP program",
@@ -70,7 +70,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let connection_timers = config.connection_timers;
     let health_checks = HealthChecks::start(config.interface.clone())?;
     let resolvers_and_routes =
-        (neighbour_resolvers, Routes::open().context("cannot open a netlink socket for routes")?);
+        (neighbour_resolvers, RouteSockets::open().context("cannot open a netlink socket for routes")?);
     let interface_and_vlan = (config.interface.clone(), config.vlan.unwrap_or_default());
     let forwarder = Forwarder::new(
         config.name.clone(),
@@ -81,7 +81,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         connection_timers,
         health_checks,
     );
-    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve_until_shutdown(
         config,
         forwarder,
         resolution_receiver,
@@ -90,10 +90,10 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 
 /// Detaches the XDP program and removes all pins, which ends the forwarding of packets. Fails when the configuration
 /// file is invalid, the daemon that uses it is running, or a pin cannot be removed.
-pub fn detach(config: &Path) -> anyhow::Result<()> {
-    let config = Config::load(config)?;
+pub fn detach_load_balancer(config: &Path) -> anyhow::Result<()> {
+    let config = LoadBalancerConfig::load(config)?;
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
-    let mut load_balancer = LoadBalancer::load(lb_options(&config))?;
+    let mut load_balancer = LoadBalancer::load(build_lb_options(&config))?;
     if !load_balancer.is_state_taken_over() && !load_balancer.is_upgrade_pending() {
         tracing::info!(
             event = "nothing-pinned",
@@ -110,8 +110,8 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     pins::remove_pin_directory_if_empty(&config.pin_directory)
 }
 
-fn lb_options(config: &Config) -> lb::Options {
-    lb::Options {
+fn build_lb_options(config: &LoadBalancerConfig) -> lb::LoadBalancerOptions {
+    lb::LoadBalancerOptions {
         pin_directory: Some(config.pin_directory.clone()),
         flow_table_entry_count: config.flow_table,
         connection_table_size: config.connection_table,
@@ -121,8 +121,8 @@ fn lb_options(config: &Config) -> lb::Options {
     }
 }
 
-async fn serve(
-    config: Config,
+async fn serve_until_shutdown(
+    config: LoadBalancerConfig,
     mut forwarder: Forwarder,
     resolution_receiver: mpsc::UnboundedReceiver<MacResolution>,
 ) -> anyhow::Result<()> {
@@ -130,11 +130,11 @@ async fn serve(
     tick_interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let scrape_receiver = ScrapeReceiver::listen(config.metrics)?;
     let announcer = match &config.announce {
-        Some(announce) => Some(Announcer::start(announce).await?),
+        Some(announce) => Some(VipAnnouncer::start(announce).await?),
         None => None,
     };
     let mut controller_connection =
-        ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
+        ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[FleetRole::Controller])?;
     let sweeper = ConnectionSweeper::new(&config.connection_timers);
     let mut saved_configuration_file = SavedConfigurationFile::new(&config.state_directory, &config.name);
     // During an upgrade, the previous version's program continues with its tables until a controller has sent new ones.
@@ -149,13 +149,13 @@ async fn serve(
         sweeper,
         saved_configuration_file,
     };
-    let session_loop = run_sessions(&config, &mut controller_connection, &mut forwarder, &mut tasks);
+    let session_loop = run_controller_sessions(&config, &mut controller_connection, &mut forwarder, &mut tasks);
     let outcome = coreward_daemon::run_until_shutdown(session_loop).await;
     tasks.saved_configuration_file.save_if_changed(&mut forwarder);
-    if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
+    if let Some(announce) = config.announce.filter(|announce| announce.on_stop == VipTreatmentOnStop::Withdraw)
         && let Some(mut announcer) = tasks.announcer.take()
     {
-        announcer.announce(&BTreeSet::new()).await?;
+        announcer.announce_vips(&BTreeSet::new()).await?;
         tracing::info!(
             event = "drain-started",
             drain = ?announce.drain,
@@ -167,8 +167,8 @@ async fn serve(
 }
 
 /// Withdraws all VIPs, and waits for the drain time, in which the routers stop sending packets to this load balancer.
-async fn withdraw_vips(announce: &Announce) -> anyhow::Result<()> {
-    Announcer::start(announce).await?.announce(&BTreeSet::new()).await?;
+async fn withdraw_vips(announce: &AnnounceConfig) -> anyhow::Result<()> {
+    VipAnnouncer::start(announce).await?.announce_vips(&BTreeSet::new()).await?;
     tokio::time::sleep(announce.drain).await;
     Ok(())
 }
@@ -177,7 +177,7 @@ struct BackgroundTasks {
     resolution_receiver: mpsc::UnboundedReceiver<MacResolution>,
     tick_interval: Interval,
     scrape_receiver: ScrapeReceiver,
-    announcer: Option<Announcer>,
+    announcer: Option<VipAnnouncer>,
     sweeper: ConnectionSweeper,
     saved_configuration_file: SavedConfigurationFile,
 }
@@ -188,15 +188,15 @@ impl BackgroundTasks {
         forwarder.tick();
         let expired_connections = forwarder.sweep_connections()?;
         forwarder.free_connections(&self.sweeper.queue_expired_connections(&expired_connections, monotonic_time()))?;
-        Ok(self.sweeper.next_queries(monotonic_time(), max_queries))
+        Ok(self.sweeper.next_socket_queries(monotonic_time(), max_queries))
     }
 
     /// Applies `first_resolution` and all queued resolutions of MAC addresses, so that one state message reports them
     /// all. Otherwise, 10,000 servers would cause 10,000 messages.
     fn apply_queued_resolutions(&mut self, forwarder: &mut Forwarder, first_resolution: MacResolution) {
-        forwarder.apply_resolution(first_resolution);
+        forwarder.apply_mac_resolution(first_resolution);
         while let Ok(resolution) = self.resolution_receiver.try_recv() {
-            forwarder.apply_resolution(resolution);
+            forwarder.apply_mac_resolution(resolution);
         }
     }
 
@@ -205,14 +205,14 @@ impl BackgroundTasks {
         self.saved_configuration_file.save_if_changed(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
         // Without a configuration, an earlier process's announcements stay.
-        let Some(mut state) = forwarder.announce_state() else { return Ok(()) };
+        let Some(mut state) = forwarder.vip_announcement_state() else { return Ok(()) };
         if !announcer.is_interface_up(interface).await? {
-            state = AnnounceState {
+            state = VipAnnouncementState {
                 blocked_reasons: vec![format!("no VIP is announced: {interface} is down")],
-                ..AnnounceState::default()
+                ..VipAnnouncementState::default()
             };
         }
-        if let Err(error) = announcer.announce(&state.announceable_vips).await {
+        if let Err(error) = announcer.announce_vips(&state.announceable_vips).await {
             tracing::warn!(
                 event = "announcement-failed",
                 table = announcer.route_table_id(),
@@ -226,15 +226,15 @@ impl BackgroundTasks {
     }
 
     /// Returns the daemon's state, which is sent to the controller and served to Prometheus.
-    fn daemon_state(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> v1::LoadBalancerState {
-        let mut daemon_state = forwarder.state_message();
-        daemon_state.warnings.extend(connection.warnings());
-        daemon_state.warnings.extend(self.saved_configuration_file.last_error().map(str::to_owned));
+    fn load_balancer_state(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> v1::LoadBalancerState {
+        let mut daemon_state = forwarder.build_state_message();
+        daemon_state.warnings.extend(connection.certificate_warnings());
+        daemon_state.warnings.extend(self.saved_configuration_file.last_file_error().map(str::to_owned));
         daemon_state
     }
 
-    fn metrics(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> Snapshot {
-        let mut snapshot = forwarder.metrics(&self.daemon_state(forwarder, connection));
+    fn metrics_snapshot(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> MetricsSnapshot {
+        let mut snapshot = forwarder.metrics_snapshot(&self.load_balancer_state(forwarder, connection));
         connection.add_metrics(&mut snapshot);
         snapshot
     }
@@ -250,24 +250,26 @@ impl BackgroundTasks {
             tokio::select! {
                 outcome = &mut future => return Ok(outcome),
                 resolution = self.resolution_receiver.recv() => {
-                    forwarder.apply_resolution(resolution.context(RESOLVER_ENDED_ERROR)?)
+                    forwarder.apply_mac_resolution(resolution.context(RESOLVER_ENDED_ERROR)?)
                 }
                 // Without a controller, the queries are dropped. They time out, so their agents count as absent.
                 _ = self.tick_interval.tick() => drop(self.tick(forwarder, usize::MAX)?),
-                scrape = self.scrape_receiver.next_scrape() => drop(scrape.send(self.metrics(forwarder, connection))),
+                scrape = self.scrape_receiver.receive_scrape() => {
+                    drop(scrape.send(self.metrics_snapshot(forwarder, connection)))
+                }
             }
         }
     }
 }
 
-async fn run_sessions(
-    config: &Config,
+async fn run_controller_sessions(
+    config: &LoadBalancerConfig,
     connection: &mut ControllerConnection,
     forwarder: &mut Forwarder,
     tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
     loop {
-        let error = run_session(config, connection, forwarder, tasks).await.err();
+        let error = run_controller_session(config, connection, forwarder, tasks).await.err();
         forwarder.end_controller_stream();
         let retry_delay = connection.record_stream_end(error.as_ref());
         tasks.run_tasks_until_ready(forwarder, connection, tokio::time::sleep(retry_delay)).await?;
@@ -275,8 +277,8 @@ async fn run_sessions(
     }
 }
 
-async fn run_session(
-    config: &Config,
+async fn run_controller_session(
+    config: &LoadBalancerConfig,
     connection: &mut ControllerConnection,
     forwarder: &mut Forwarder,
     tasks: &mut BackgroundTasks,
@@ -299,7 +301,9 @@ async fn run_session(
                 stream.is_state_due = true;
             }
             _ = stream.traffic_timer.tick() => stream.send_traffic_message(forwarder),
-            scrape = tasks.scrape_receiver.next_scrape() => drop(scrape.send(tasks.metrics(forwarder, connection))),
+            scrape = tasks.scrape_receiver.receive_scrape() => {
+                drop(scrape.send(tasks.metrics_snapshot(forwarder, connection)))
+            }
             _ = tasks.tick_interval.tick() => {
                 // Half of the queue stays free for other messages.
                 for query in tasks.tick(forwarder, stream.message_sender.capacity() / 2)? {
@@ -309,7 +313,7 @@ async fn run_session(
             }
         }
         if stream.is_state_due && tokio::time::Instant::now() >= stream.next_state_message_at {
-            stream.send_state_message(forwarder, || tasks.daemon_state(forwarder, connection));
+            stream.send_state_message(forwarder, || tasks.load_balancer_state(forwarder, connection));
         }
     }
 }
@@ -332,7 +336,7 @@ struct ControllerStream {
 
 impl ControllerStream {
     async fn open(
-        config: &Config,
+        config: &LoadBalancerConfig,
         connection: &mut ControllerConnection,
         forwarder: &mut Forwarder,
         tasks: &mut BackgroundTasks,
@@ -341,7 +345,7 @@ impl ControllerStream {
         let mut client = ControlClient::new(grpc_channel).max_decoding_message_size(64 << 20);
         let (message_sender, message_receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
         message_sender
-            .send(to_load_balancer_message(Message::Registration(registration_message(
+            .send(to_load_balancer_message(Message::Registration(build_registration_message(
                 config,
                 forwarder.applied_generation(),
             ))))
@@ -351,7 +355,7 @@ impl ControllerStream {
         let updates = connection.accept_stream(stream_response)?;
         tracing::info!(
             event = "controller-connected",
-            controller = %connection.next_controller(),
+            controller = %connection.next_controller_address(),
             "the load balancer has opened its stream to the controller"
         );
         forwarder.begin_controller_stream();
@@ -382,7 +386,7 @@ impl ControllerStream {
         forwarder: &mut Forwarder,
         sweeper: &mut ConnectionSweeper,
     ) -> anyhow::Result<()> {
-        let table_in_force = apply_update(forwarder, sweeper, update);
+        let table_in_force = apply_dataplane_update(forwarder, sweeper, update);
         anyhow::ensure!(
             !forwarder.needs_complete_configuration(),
             "a change does not fit the configuration in force: expected a complete configuration"
@@ -394,13 +398,14 @@ impl ControllerStream {
         if self.traffic_timer.period() != forwarder.traffic_report_interval() {
             self.traffic_timer = interval_skipping_missed_ticks(forwarder.traffic_report_interval());
         }
-        self.is_state_due |= self.last_reported_state != (forwarder.table_count(), forwarder.confirmed_generation());
+        self.is_state_due |=
+            self.last_reported_state != (forwarder.installed_table_count(), forwarder.confirmed_generation());
         Ok(())
     }
 
     fn send_traffic_message(&self, forwarder: &Forwarder) {
         // The counts are totals, so the next message replaces a lost one.
-        if let Some(traffic_message) = forwarder.traffic_message() {
+        if let Some(traffic_message) = forwarder.build_traffic_message() {
             self.try_send(Message::Traffic((&traffic_message).into()));
         }
     }
@@ -412,7 +417,7 @@ impl ControllerStream {
     }
 
     fn send_state_message(&mut self, forwarder: &Forwarder, daemon_state: impl FnOnce() -> v1::LoadBalancerState) {
-        self.last_reported_state = (forwarder.table_count(), forwarder.confirmed_generation());
+        self.last_reported_state = (forwarder.installed_table_count(), forwarder.confirmed_generation());
         self.is_state_due = false;
         self.next_state_message_at = tokio::time::Instant::now() + MIN_STATE_MESSAGE_INTERVAL;
         // The message may be lost, because the next one replaces it.
@@ -428,11 +433,11 @@ fn interval_skipping_missed_ticks(period: Duration) -> Interval {
 
 /// Returns the time since the first call of this function, on a monotonic clock.
 fn monotonic_time() -> Duration {
-    static START_TIME: OnceLock<Instant> = OnceLock::new();
-    START_TIME.get_or_init(Instant::now).elapsed()
+    static PROCESS_START_TIME: OnceLock<Instant> = OnceLock::new();
+    PROCESS_START_TIME.get_or_init(Instant::now).elapsed()
 }
 
-fn registration_message(config: &Config, applied_generation: u64) -> v1::LoadBalancerRegistration {
+fn build_registration_message(config: &LoadBalancerConfig, applied_generation: u64) -> v1::LoadBalancerRegistration {
     let device_name = vlan_device::vlan_device_name(&config.interface, config.vlan.unwrap_or_default());
     let own_address = config.address.or_else(|| neighbour::interface_routable_address(&device_name?));
     v1::LoadBalancerRegistration {
@@ -449,7 +454,7 @@ fn to_load_balancer_message(message: Message) -> v1::LoadBalancerMessage {
 
 /// Applies an update from the controller, and returns the acknowledgement if it was a table. An unusable update is
 /// logged and reported, and the previous state remains.
-fn apply_update(
+fn apply_dataplane_update(
     forwarder: &mut Forwarder,
     sweeper: &mut ConnectionSweeper,
     update: v1::DataplaneUpdate,

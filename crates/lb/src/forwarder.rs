@@ -16,27 +16,27 @@ use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::device;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, EVENT_NAMES, LoadBalancer, PacketCounters};
 use coreward_dataplane::mac::MacAddress;
-use coreward_dataplane::routes::Routes;
+use coreward_dataplane::routes::RouteSockets;
 use coreward_metrics::latency::LatencyHistogram;
 use coreward_model::connection_table::{Connection, ConnectionTimeouts};
-use coreward_model::consistency::{Consistency, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{DEFAULT_TABLE_LIFETIME, PlacementTable};
 use coreward_model::policy::TelemetryLevel;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
-use coreward_wire::{HealthMessage, PeerLoadBalancer, Service, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{HealthMessage, PeerLoadBalancer, Service, ServiceIndex, TrafficCountsMessage, v1};
 
-use crate::announce::AnnounceState;
-use crate::health::{CheckTarget, HealthChecks};
+use crate::announce::VipAnnouncementState;
+use crate::health::{HealthCheckTarget, HealthChecks};
 use crate::resolvers::{MacResolution, Neighbour, NeighbourResolvers};
 use crate::routing;
 use configuration::ConfigurationState;
-use next_hops::NextHops;
+use next_hops::ServerNextHops;
 use rejections::RejectedUpdates;
 pub use rejections::log_rejection;
-use symptoms::Symptoms;
-use table_ages::TableAges;
+use symptoms::PacketLossSymptoms;
+use table_ages::PlacementTableAges;
 
 /// Interval between traffic messages until the first configuration sets it.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
@@ -60,7 +60,7 @@ pub struct Forwarder {
     attached_xdp_mode: lb::AttachedXdpMode,
     resolvers: NeighbourResolvers,
     mac_addresses: HashMap<Neighbour, MacAddress>,
-    next_hops: NextHops,
+    next_hops: ServerNextHops,
     /// Servers behind each neighbour, each by its service and its position in the service's list. A neighbour is the
     /// server itself or a router.
     servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
@@ -71,11 +71,11 @@ pub struct Forwarder {
     traffic_report_interval: Duration,
     /// Time for which a table that depends on loads stays in use while no controller is connected.
     load_based_table_lifetime: Duration,
-    table_ages: TableAges,
+    table_ages: PlacementTableAges,
     connection_timeouts: ConnectionTimeouts,
     last_connection_count_at: Duration,
     configuration: ConfigurationState,
-    interface: String,
+    interface_name: String,
     /// VLAN in which the VIPs and the load balancers are.
     vip_vlan: Vlan,
     vlan_device_problems: BTreeSet<String>,
@@ -85,19 +85,19 @@ pub struct Forwarder {
     announced_vips: AnnouncedVips,
     health_checks: HealthChecks,
     /// Servers that this load balancer's own health checks found down.
-    down_targets: BTreeSet<CheckTarget>,
+    down_targets: BTreeSet<HealthCheckTarget>,
     /// Servers that get no new connections from this load balancer, even if the controller's table selects them.
-    masked_targets: BTreeSet<CheckTarget>,
+    masked_targets: BTreeSet<HealthCheckTarget>,
     rejections: RejectedUpdates,
     /// Problems that the counters of the last seconds reveal.
-    symptoms: Symptoms,
+    symptoms: PacketLossSymptoms,
 }
 
 /// VIPs that this daemon announces to the routers.
 #[derive(Default)]
 struct AnnouncedVips {
     /// Number of announced VIPs, or `None` if this daemon announces none.
-    count: Option<usize>,
+    vip_count: Option<usize>,
     /// Reasons why other VIPs are not announced.
     blocked_reasons: Vec<String>,
 }
@@ -105,10 +105,10 @@ struct AnnouncedVips {
 impl Forwarder {
     pub fn new(
         own_name: String,
-        (interface, vip_vlan): (String, Vlan),
+        (interface_name, vip_vlan): (String, Vlan),
         load_balancer: LoadBalancer,
         attached_xdp_mode: lb::AttachedXdpMode,
-        (resolvers, kernel_routes): (NeighbourResolvers, Routes),
+        (resolvers, kernel_routes): (NeighbourResolvers, RouteSockets),
         connection_timeouts: ConnectionTimeouts,
         health_checks: HealthChecks,
     ) -> Self {
@@ -117,18 +117,18 @@ impl Forwarder {
             attached_xdp_mode,
             resolvers,
             mac_addresses: HashMap::new(),
-            next_hops: NextHops::new(kernel_routes),
+            next_hops: ServerNextHops::new(kernel_routes),
             servers_by_neighbour: HashMap::new(),
             services_by_index: BTreeMap::new(),
             own_name,
             load_balancers: Vec::new(),
             traffic_report_interval: DEFAULT_REPORT_INTERVAL,
             load_based_table_lifetime: DEFAULT_TABLE_LIFETIME,
-            table_ages: TableAges::new(monotonic_time()),
+            table_ages: PlacementTableAges::new(monotonic_time()),
             connection_timeouts,
             last_connection_count_at: monotonic_time(),
             configuration: ConfigurationState::new(),
-            interface,
+            interface_name,
             vip_vlan,
             vlan_device_problems: BTreeSet::new(),
             logged_problems: BTreeSet::new(),
@@ -138,7 +138,7 @@ impl Forwarder {
             down_targets: BTreeSet::new(),
             masked_targets: BTreeSet::new(),
             rejections: RejectedUpdates::default(),
-            symptoms: Symptoms::default(),
+            symptoms: PacketLossSymptoms::default(),
         }
     }
 
@@ -146,14 +146,14 @@ impl Forwarder {
     /// controller.
     pub fn begin_controller_stream(&mut self) {
         self.configuration.confirmed_generation = 0;
-        self.configuration.number = None;
+        self.configuration.configuration_number = None;
         self.configuration.needs_complete = false;
         self.rejections.clear();
         self.health_checks.begin_controller_stream();
     }
 
     pub fn next_health_message(&mut self) -> Option<HealthMessage> {
-        self.health_checks.next_message()
+        self.health_checks.next_health_message()
     }
 
     pub fn applied_generation(&self) -> u64 {
@@ -204,16 +204,16 @@ impl Forwarder {
     /// Sets the data plane's clock and applies the results of health checks. Called ten times a second, even without a
     /// controller.
     pub fn tick(&mut self) {
-        self.load_balancer.tick(monotonic_time());
+        self.load_balancer.tick_packet_clock(monotonic_time());
         self.load_balancer.update_source_prefix_limit();
-        if self.next_hops.kernel_routes.has_changed() {
+        if self.next_hops.kernel_routes.have_routes_changed() {
             self.refresh_next_hops();
         }
         if let Some(down_targets) = self.health_checks.servers_down_if_changed() {
             let previous_down_targets = std::mem::replace(&mut self.down_targets, down_targets);
             let affected_services: BTreeSet<ServiceIndex> =
                 previous_down_targets.symmetric_difference(&self.down_targets).map(|(service, _)| *service).collect();
-            affected_services.into_iter().for_each(|service| self.set_servers(service));
+            affected_services.into_iter().for_each(|service| self.set_servers_of_service(service));
         }
         self.replace_expired_candidates();
         self.log_missing_configuration();
@@ -224,15 +224,15 @@ impl Forwarder {
     /// server is masked, because the load balancer's own network may have failed.
     fn mask_down_servers(&mut self, index: ServiceIndex) {
         let Some((service, lb_service_index)) = self.services_by_index.get(&index) else { return };
-        let is_down = |server: &&coreward_wire::Server| self.down_targets.contains(&(index, server.id));
+        let is_server_down = |server: &&coreward_wire::Server| self.down_targets.contains(&(index, server.id));
         let (down_servers, up_servers): (Vec<_>, Vec<_>) =
-            service.servers.iter().filter(|server| server.is_eligible).partition(is_down);
+            service.servers.iter().filter(|server| server.is_eligible).partition(is_server_down);
         let fails_open = up_servers.is_empty() && service.when_all_down == WhenAllDown::FailOpen;
-        let masked_targets: BTreeSet<CheckTarget> =
+        let masked_targets: BTreeSet<HealthCheckTarget> =
             if fails_open { BTreeSet::new() } else { down_servers.iter().map(|server| (index, server.id)).collect() };
         for server in &service.servers {
             let check_target = (index, server.id);
-            self.load_balancer.set_masked(*lb_service_index, server.id, masked_targets.contains(&check_target));
+            self.load_balancer.set_server_masked(*lb_service_index, server.id, masked_targets.contains(&check_target));
             match (self.masked_targets.contains(&check_target), masked_targets.contains(&check_target)) {
                 (false, true) => tracing::warn!(
                     event = "server-masked",
@@ -262,8 +262,8 @@ impl Forwarder {
     /// those that may be freed if their server has no socket. Fails when waiting for an RCU grace period fails.
     pub fn sweep_connections(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
         // Until the first configuration, the table may have entries of an earlier daemon's services.
-        let is_stateful = |(service, _): &(Service, _)| service.mode.consistency == Consistency::Stateful;
-        if self.configuration.first_applied_at.is_some() && !self.services_by_index.values().any(is_stateful) {
+        let is_stateful_service = |(service, _): &(Service, _)| service.mode.consistency == ConsistencyMode::Stateful;
+        if self.configuration.first_applied_at.is_some() && !self.services_by_index.values().any(is_stateful_service) {
             return Ok(Vec::new());
         }
         let entries_per_call = self
@@ -303,7 +303,7 @@ impl Forwarder {
 
     /// Returns the traffic to each server, or `None` if no policy needs it. A server's counts are sums over its
     /// services, so the message covers all services.
-    pub fn traffic_message(&self) -> Option<TrafficMessage> {
+    pub fn build_traffic_message(&self) -> Option<TrafficCountsMessage> {
         if self.services_by_index.values().all(|(service, _)| service.telemetry_level == TelemetryLevel::Nothing) {
             return None;
         }
@@ -316,13 +316,13 @@ impl Forwarder {
             services.flat_map(|(service, _)| service.servers.iter().map(|server| server.id)).collect();
         let server_ids: Vec<ServerId> = server_ids.into_iter().collect();
         let traffic = self.load_balancer.traffic_of_servers(&server_ids);
-        Some(TrafficMessage {
+        Some(TrafficCountsMessage {
             traffic_by_server: server_ids.into_iter().zip(traffic).collect(),
             opened_connection_count_by_service: opened_connections,
         })
     }
 
-    pub fn apply_resolution(&mut self, resolution: MacResolution) {
+    pub fn apply_mac_resolution(&mut self, resolution: MacResolution) {
         match resolution.mac {
             Some(mac) => self.mac_addresses.insert(resolution.neighbour, mac),
             None => self.mac_addresses.remove(&resolution.neighbour),
@@ -395,7 +395,8 @@ impl Forwarder {
             return Ok(());
         };
         let waited = monotonic_time().saturating_sub(configured_at);
-        let is_ready = self.table_count() == self.services_by_index.len() && self.unresolved_server_names().is_empty();
+        let is_ready =
+            self.installed_table_count() == self.services_by_index.len() && self.unresolved_server_names().is_empty();
         if is_ready || waited > UPGRADE_ARP_TIMEOUT {
             self.load_balancer.commit_upgrade()?;
             tracing::info!(
@@ -445,7 +446,7 @@ impl Forwarder {
         let mut problems = self.routing_problems();
         problems.extend(self.announced_vips.blocked_reasons.iter().cloned());
         problems.extend(self.health_checks.nat_setup_problem().map(str::to_owned));
-        problems.extend(self.symptoms.descriptions().cloned());
+        problems.extend(self.symptoms.symptom_descriptions().cloned());
         problems.extend(self.encapsulation_warnings());
         problems.extend(self.vlan_device_problems.iter().cloned());
         problems.extend(self.expired_table_warnings());
@@ -457,11 +458,11 @@ impl Forwarder {
     fn log_problems(&mut self) {
         let problem_clocks = self.clocks_of_lb_stamped_servers().into_iter().filter(|clock| !clock.problem.is_empty());
         // The texts contain no changing numbers, because each change would be logged again.
-        let describe_clock = |clock: v1::ServerClock| {
+        let describe_server_clock = |clock: v1::ServerClock| {
             format!("{} of service {} is not stamped ({}; `coreward status`)", clock.server, clock.service, clock.state)
         };
         let problems: BTreeSet<String> =
-            self.routing_problems().into_iter().chain(problem_clocks.map(describe_clock)).collect();
+            self.routing_problems().into_iter().chain(problem_clocks.map(describe_server_clock)).collect();
         for problem in problems.difference(&self.logged_problems) {
             tracing::warn!(
                 event = "routing-problem",
@@ -473,33 +474,36 @@ impl Forwarder {
     }
 
     /// Returns the number of services that have a table.
-    pub fn table_count(&self) -> usize {
+    pub fn installed_table_count(&self) -> usize {
         self.services_by_index
             .values()
-            .filter(|(_, index)| self.load_balancer.table_generation(*index).is_some())
+            .filter(|(_, index)| self.load_balancer.placement_table_generation(*index).is_some())
             .count()
     }
 
     /// Returns the VIPs that can be announced. Such a VIP has a service with a table and at least one server whose MAC
     /// address is known. Returns `None` before the first configuration, while an earlier daemon's pinned state
     /// is in use.
-    pub fn announce_state(&self) -> Option<AnnounceState> {
+    pub fn vip_announcement_state(&self) -> Option<VipAnnouncementState> {
         if self.services_by_index.is_empty() && self.configuration.confirmed_generation == 0 {
             return None;
         }
-        let xdp_program_id = nix::net::if_::if_nametoindex(self.interface.as_str()).ok().and_then(|index| {
+        let xdp_program_id = nix::net::if_::if_nametoindex(self.interface_name.as_str()).ok().and_then(|index| {
             let xdp_state = device::query_xdp_state(index).ok()?;
             xdp_state.native_program_id.or(xdp_state.generic_program_id)
         });
         if xdp_program_id.is_none() {
-            let no_program_reason = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
-            return Some(AnnounceState { blocked_reasons: no_program_reason, ..AnnounceState::default() });
+            let no_program_reason = vec![format!("no VIP is announced: no XDP program is at {}", self.interface_name)];
+            return Some(VipAnnouncementState {
+                blocked_reasons: no_program_reason,
+                ..VipAnnouncementState::default()
+            });
         }
-        let mut announce_state = AnnounceState::default();
+        let mut announce_state = VipAnnouncementState::default();
         let mut reasons_by_vip = BTreeMap::new();
         for (service, index) in self.services_by_index.values() {
             let vip = service.address.vip_and_port.ip();
-            if self.load_balancer.table_generation(*index).is_none() {
+            if self.load_balancer.placement_table_generation(*index).is_none() {
                 reasons_by_vip.insert(vip, "its services have no table yet");
             } else if self.load_balancer.servers(*index).iter().all(|(_, server)| server.mac.is_none()) {
                 reasons_by_vip.insert(vip, "the MAC address of none of its servers is known");
@@ -517,22 +521,22 @@ impl Forwarder {
     /// Stores the number of announced VIPs, and the reasons why other VIPs are not announced, for reports to the
     /// controller.
     pub fn set_announced_vips(&mut self, announced_count: usize, blocked_reasons: Vec<String>) {
-        (self.announced_vips.count, self.announced_vips.blocked_reasons) = (Some(announced_count), blocked_reasons);
+        (self.announced_vips.vip_count, self.announced_vips.blocked_reasons) = (Some(announced_count), blocked_reasons);
     }
 
     fn unresolved_server_names(&self) -> BTreeSet<String> {
         let mut unresolved_names = BTreeSet::new();
         for (service, index) in self.services_by_index.values() {
-            let known_mac = |id: ServerId| self.load_balancer.server(*index, id).and_then(|server| server.mac);
-            let has_no_mac = |server: &&coreward_wire::Server| known_mac(server.id).is_none();
+            let known_server_mac = |id: ServerId| self.load_balancer.server(*index, id).and_then(|server| server.mac);
+            let has_no_mac = |server: &&coreward_wire::Server| known_server_mac(server.id).is_none();
             unresolved_names.extend(service.servers.iter().filter(has_no_mac).map(|server| server.name.clone()));
         }
         unresolved_names
     }
 
-    pub fn state_message(&self) -> v1::LoadBalancerState {
+    pub fn build_state_message(&self) -> v1::LoadBalancerState {
         let table_generations = self.services_by_index.values().filter_map(|(service, index)| {
-            let generation = self.load_balancer.table_generation(*index)?;
+            let generation = self.load_balancer.placement_table_generation(*index)?;
             Some((service.name.clone(), generation))
         });
         let PacketCounters { packets_by_outcome: packets, event_counts: events, .. } =
@@ -557,9 +561,9 @@ impl Forwarder {
             unresolved_load_balancers,
             server_clocks: self.clocks_of_lb_stamped_servers(),
             warnings: self.machine_problems(),
-            rejected: self.rejections.all_rejected_updates(),
+            rejected: self.rejections.rejected_updates(),
             stamped_services: self.stamped_packet_counts(),
-            vlan: self.vip_vlan.get().into(),
+            vlan: self.vip_vlan.id_or_zero().into(),
         }
     }
 }

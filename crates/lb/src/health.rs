@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_dataplane::health_check_nat::{self, NatConnection, NatPrograms};
-use coreward_health::checker::{self, Checker, MAX_CONCURRENT_CHECKS};
+use coreward_health::checker::{self, HealthChecker, MAX_CONCURRENT_CHECKS};
 use coreward_health::path::{NatPath, NatTable};
 use coreward_model::ServerId;
 use coreward_model::health::{HealthVerdict, ProbeAddress};
@@ -15,19 +15,19 @@ use tokio::time::Instant;
 
 const HEALTH_MESSAGE_INTERVAL: Duration = Duration::from_secs(2);
 
-const _: () = assert!(MAX_CONCURRENT_CHECKS <= health_check_nat::MAX_CONNECTIONS);
+const _: () = assert!(MAX_CONCURRENT_CHECKS <= health_check_nat::MAX_NAT_CONNECTIONS);
 
-pub type CheckTarget = (ServiceIndex, ServerId);
+pub type HealthCheckTarget = (ServiceIndex, ServerId);
 
 /// Health checks by this load balancer. Fields are dropped in order, so that connections end before their NAT entries.
 pub struct HealthChecks {
-    checker: Checker<CheckTarget>,
+    checker: HealthChecker<HealthCheckTarget>,
     verdict_changes_for_messages: watch::Receiver<u64>,
     /// Receiver of verdict changes for [`HealthChecks::servers_down_if_changed`].
     verdict_changes_for_masks: watch::Receiver<u64>,
     /// Time of the last health message on the controller stream, or `None` if none was sent.
     last_message_at: Option<Instant>,
-    interface: String,
+    interface_name: String,
     /// NAT programs for checks at the VIP. They are loaded for the first such check, and then kept because a check may
     /// be in progress.
     nat_programs: Option<NatPrograms>,
@@ -38,7 +38,7 @@ pub struct HealthChecks {
 struct HealthCheckNat(Arc<health_check_nat::NatTable>);
 
 fn to_nat_connection(path: &NatPath) -> NatConnection {
-    let NatPath { server, vip, port, source_port: own_port } = *path;
+    let NatPath { server, vip, server_port: port, source_port: own_port } = *path;
     NatConnection { server_address: server, vip, server_port: port, source_port: own_port }
 }
 
@@ -55,7 +55,7 @@ impl NatTable for HealthCheckNat {
 impl HealthChecks {
     /// Starts the checker without checks. Packets to servers leave by `interface`. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
-        let checker = Checker::start()?;
+        let checker = HealthChecker::start()?;
         let verdict_changes_for_messages = checker.subscribe_to_verdict_changes();
         let verdict_changes_for_masks = checker.subscribe_to_verdict_changes();
         Ok(Self {
@@ -63,7 +63,7 @@ impl HealthChecks {
             verdict_changes_for_messages,
             verdict_changes_for_masks,
             last_message_at: None,
-            interface,
+            interface_name: interface,
             nat_programs: None,
             nat_setup_problem: None,
         })
@@ -78,21 +78,21 @@ impl HealthChecks {
             self.nat_setup_problem = None;
         }
         let checked_services: Vec<_> = services.filter_map(|service| self.to_checked_service(service)).collect();
-        self.checker.set_services(checked_services);
+        self.checker.set_checked_services(checked_services);
     }
 
     fn attach_nat_programs(&mut self) {
         if self.nat_programs.is_some() {
             return;
         }
-        match NatPrograms::attach(&self.interface) {
+        match NatPrograms::attach(&self.interface_name) {
             Ok(nat_programs) => (self.nat_programs, self.nat_setup_problem) = (Some(nat_programs), None),
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
                 if self.nat_setup_problem.as_ref() != Some(&problem) {
                     tracing::warn!(
                         event = "checks-off",
-                        interface = self.interface,
+                        interface = self.interface_name,
                         error = format!("{error:#}"),
                         "the load balancer cannot attach the programs for health checks at VIPs: such checks are off"
                     );
@@ -103,7 +103,7 @@ impl HealthChecks {
     }
 
     /// Returns the service with its check, or `None` if no check is configured or the check is impossible.
-    fn to_checked_service(&self, service: &Service) -> Option<checker::CheckedService<CheckTarget>> {
+    fn to_checked_service(&self, service: &Service) -> Option<checker::CheckedService<HealthCheckTarget>> {
         let health_check = service.health_check.clone()?;
         let nat_table = self
             .nat_programs
@@ -128,35 +128,35 @@ impl HealthChecks {
 
     /// Returns the next message to the controller if it is due: immediately after a verdict change, and otherwise every
     /// two seconds.
-    pub fn next_message(&mut self) -> Option<HealthMessage> {
+    pub fn next_health_message(&mut self) -> Option<HealthMessage> {
         let has_changed = self.verdict_changes_for_messages.has_changed().unwrap_or(false);
         if !has_changed && self.last_message_at.is_some_and(|sent_at| sent_at.elapsed() < HEALTH_MESSAGE_INTERVAL) {
             return None;
         }
         self.verdict_changes_for_messages.mark_unchanged();
         self.last_message_at = Some(Instant::now());
-        let checked_servers: Vec<_> = self.checked_servers().collect();
+        let checked_servers: Vec<_> = self.checked_server_results().collect();
         // A message without servers is sent once, when the last check has ended.
         (has_changed || !checked_servers.is_empty()).then_some(HealthMessage { check_results: checked_servers })
     }
 
     /// Returns the servers that this load balancer's checks found down, or `None` if no verdict has changed since the
     /// last call.
-    pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<CheckTarget>> {
+    pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<HealthCheckTarget>> {
         if !self.verdict_changes_for_masks.has_changed().unwrap_or(false) {
             return None;
         }
         self.verdict_changes_for_masks.mark_unchanged();
         let down_servers = self
             .checker
-            .results()
+            .check_results()
             .into_iter()
             .filter(|(_, check_result)| check_result.verdict() == Some(HealthVerdict::Down));
         Some(down_servers.map(|(target, _)| target).collect())
     }
 
-    pub fn checked_servers(&self) -> impl Iterator<Item = (ServiceIndex, ServerId, ServerCheckResult)> {
-        self.checker.results().into_iter().map(|((service, server), check_result)| {
+    pub fn checked_server_results(&self) -> impl Iterator<Item = (ServiceIndex, ServerId, ServerCheckResult)> {
+        self.checker.check_results().into_iter().map(|((service, server), check_result)| {
             let server_result = ServerCheckResult {
                 verdict: check_result.verdict(),
                 verdict_duration: check_result.verdict_since.elapsed(),

@@ -17,7 +17,7 @@ pub struct SavedConfigurationFile {
     file_path: PathBuf,
     /// Applied configuration that has not been written to the file yet.
     unwritten_configuration: Option<FleetConfiguration>,
-    last_error: Option<String>,
+    last_file_error: Option<String>,
 }
 
 impl SavedConfigurationFile {
@@ -25,7 +25,7 @@ impl SavedConfigurationFile {
         Self {
             file_path: state_directory.join(format!("{name}.configuration")),
             unwritten_configuration: None,
-            last_error: None,
+            last_file_error: None,
         }
     }
 
@@ -43,7 +43,7 @@ impl SavedConfigurationFile {
             );
             Ok(())
         });
-        if let Some(error) = self.record_result(restore_result.context("the last configuration is not restored")) {
+        if let Some(error) = self.record_file_result(restore_result.context("the last configuration is not restored")) {
             tracing::warn!(
                 event = "configuration-not-restored",
                 file = %self.file_path.display(),
@@ -66,7 +66,7 @@ impl SavedConfigurationFile {
             self.write_file(&configuration).context("the configuration is not saved for a restart without controller");
         if write_result.is_err() {
             self.unwritten_configuration = Some(configuration);
-        } else if self.unwritten_configuration.take().is_some() || self.last_error.is_some() {
+        } else if self.unwritten_configuration.take().is_some() || self.last_file_error.is_some() {
             tracing::info!(
                 event = "configuration-saved",
                 generation = configuration.generation,
@@ -74,7 +74,7 @@ impl SavedConfigurationFile {
                 "the load balancer has saved its configuration, for use after a restart without a controller"
             );
         }
-        if let Some(error) = self.record_result(write_result) {
+        if let Some(error) = self.record_file_result(write_result) {
             tracing::warn!(
                 event = "configuration-not-saved",
                 file = %self.file_path.display(),
@@ -84,8 +84,8 @@ impl SavedConfigurationFile {
         }
     }
 
-    pub fn last_error(&self) -> Option<&str> {
-        self.last_error.as_deref()
+    pub fn last_file_error(&self) -> Option<&str> {
+        self.last_file_error.as_deref()
     }
 
     fn read_file(&self) -> anyhow::Result<Option<FleetConfiguration>> {
@@ -110,9 +110,9 @@ impl SavedConfigurationFile {
     }
 
     /// Stores the error of a read or write. Returns it if it differs from the previous one, so that it is logged once.
-    fn record_result(&mut self, outcome: anyhow::Result<()>) -> Option<String> {
+    fn record_file_result(&mut self, outcome: anyhow::Result<()>) -> Option<String> {
         let problem = outcome.err().map(|error| format!("{error:#}"));
-        let previous_error = std::mem::replace(&mut self.last_error, problem.clone());
+        let previous_error = std::mem::replace(&mut self.last_file_error, problem.clone());
         problem.filter(|problem| previous_error.as_ref() != Some(problem))
     }
 }
@@ -122,7 +122,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
     use std::time::Duration;
 
-    use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+    use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 
     use super::*;
 
@@ -131,7 +131,7 @@ mod tests {
             generation: 7,
             keys: FleetCookieKeys {
                 keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
-                current_key_index: KeyIndex::First,
+                current_key_index: CookieKeyIndex::First,
             },
             services: vec![],
             load_balancers: vec![],

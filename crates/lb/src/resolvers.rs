@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use coreward_dataplane::mac::MacAddress;
-use coreward_dataplane::neighbour::{self, Resolver};
+use coreward_dataplane::neighbour::{self, NeighbourResolver};
 use coreward_model::vlan::Vlan;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -24,9 +24,9 @@ pub struct MacResolution {
 
 /// Resolvers of MAC addresses, one for each VLAN that has neighbours.
 pub struct NeighbourResolvers {
-    interface: String,
+    interface_name: String,
     resolution_sender: UnboundedSender<MacResolution>,
-    resolvers_by_vlan: BTreeMap<Vlan, Resolver>,
+    resolvers_by_vlan: BTreeMap<Vlan, NeighbourResolver>,
 }
 
 impl NeighbourResolvers {
@@ -35,7 +35,7 @@ impl NeighbourResolvers {
     pub fn start(interface: &str) -> anyhow::Result<(Self, UnboundedReceiver<MacResolution>)> {
         let (resolution_sender, resolution_receiver) = unbounded_channel();
         let mut resolvers =
-            Self { interface: interface.to_owned(), resolution_sender, resolvers_by_vlan: BTreeMap::new() };
+            Self { interface_name: interface.to_owned(), resolution_sender, resolvers_by_vlan: BTreeMap::new() };
         resolvers.start_resolver_if_missing(Vlan::UNTAGGED)?;
         Ok((resolvers, resolution_receiver))
     }
@@ -55,17 +55,18 @@ impl NeighbourResolvers {
     }
 
     pub fn are_threads_running(&self) -> bool {
-        self.resolvers_by_vlan.values().all(Resolver::is_alive)
+        self.resolvers_by_vlan.values().all(NeighbourResolver::is_alive)
     }
 
     fn start_resolver_if_missing(&mut self, vlan: Vlan) -> anyhow::Result<()> {
         if !self.resolvers_by_vlan.contains_key(&vlan) {
             let resolution_sender = self.resolution_sender.clone();
-            let send_resolution = move |mac_change: neighbour::MacChange| {
+            let send_resolution = move |mac_change: neighbour::NeighbourMacChange| {
                 let neighbour = Neighbour { vlan, address: mac_change.address };
                 resolution_sender.send(MacResolution { neighbour, mac: mac_change.mac }).is_ok()
             };
-            self.resolvers_by_vlan.insert(vlan, Resolver::start_in_vlan(&self.interface, vlan, send_resolution)?);
+            self.resolvers_by_vlan
+                .insert(vlan, NeighbourResolver::start_in_vlan(&self.interface_name, vlan, send_resolution)?);
         }
         Ok(())
     }

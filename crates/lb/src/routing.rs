@@ -8,11 +8,11 @@ const IPV4_SYSCTL_DIRECTORY: &str = "/proc/sys/net/ipv4/conf";
 
 /// Returns problems with IPv4 routing. Each names a sysctl, its value and the expected value. Skips unreadable sysctls.
 pub fn ipv4_routing_problems(interface: &str) -> Vec<String> {
-    let sysctl_value = |directory: &str, name: &str| {
+    let read_sysctl_value = |directory: &str, name: &str| {
         let text = std::fs::read_to_string(Path::new(IPV4_SYSCTL_DIRECTORY).join(directory).join(name)).ok()?;
         text.trim().parse().ok()
     };
-    problems_of_sysctls(interface, sysctl_value)
+    routing_sysctl_problems(interface, read_sysctl_value)
 }
 
 /// Returns the problem with routing IPv6 replies, or `None` if there is none. Linux forwards for all devices or for
@@ -31,7 +31,7 @@ fn problem_of_ipv6_forwarding(forwarding: &str) -> Option<String> {
 }
 
 /// Returns the problems with an interface's sysctls. `sysctl_value` returns a sysctl's value by its directory and name.
-fn problems_of_sysctls(interface: &str, sysctl_value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
+fn routing_sysctl_problems(interface: &str, sysctl_value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
     let mut problems = Vec::new();
     // IN_DEV_FORWARD() in include/linux/inetdevice.h reads the device's value. net.ipv4.ip_forward sets all values.
     if sysctl_value(interface, "forwarding") == Some(0) {
@@ -67,7 +67,7 @@ mod tests {
     #[test]
     fn wrong_ipv4_sysctls_are_reported() {
         let problems_with_values = |forwarding: u32, all_redirects: u32, own_redirects: u32| {
-            problems_of_sysctls("eth7", |directory, name| match (directory, name) {
+            routing_sysctl_problems("eth7", |directory, name| match (directory, name) {
                 ("eth7", "forwarding") => Some(forwarding),
                 ("all", "send_redirects") => Some(all_redirects),
                 ("eth7", "send_redirects") => Some(own_redirects),

@@ -18,7 +18,7 @@ const MAX_OPEN_QUERIES: usize = 64;
 /// Maximum number of open queries to one server. A second query waits at the server while it answers the first.
 const MAX_OPEN_QUERIES_PER_SERVER: usize = 2;
 /// Time after which an open query without an answer counts as lost.
-const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
+const SOCKET_QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after which a connection that still has a socket is checked again, unless the idle time is shorter.
 const SOCKET_RECHECK_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval between queries to a server whose agent is absent, which detect its return.
@@ -27,7 +27,7 @@ const ABSENT_AGENT_QUERY_INTERVAL: Duration = Duration::from_secs(5);
 /// the agent or the controller.
 const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
 /// Interval at which outdated state is removed from the sweeper.
-const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
+const EXPIRED_STATE_PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Server and service of a queue of connections. Each queue has both, because a query is about one service and goes to
 /// one server's agent.
@@ -39,7 +39,7 @@ pub struct ConnectionSweeper {
     requery_interval: Duration,
     last_query_number: u64,
     queued_connections: BTreeMap<QueryQueueKey, Vec<Connection>>,
-    open_queries: BTreeMap<u64, OpenQuery>,
+    open_queries: BTreeMap<u64, OpenSocketQuery>,
     open_query_counts: HashMap<ServerId, usize>,
     /// Time from which each connection (by table index) may be queued again.
     earliest_requery_times: HashMap<ConnectionIndex, Duration>,
@@ -49,7 +49,7 @@ pub struct ConnectionSweeper {
 }
 
 #[derive(Debug)]
-struct OpenQuery {
+struct OpenSocketQuery {
     server_id: ServerId,
     connections: Vec<Connection>,
     expires_at: Duration,
@@ -108,7 +108,7 @@ impl ConnectionSweeper {
             .is_some_and(|absent_agent| now.saturating_sub(absent_agent.absent_since) >= MAX_AGENT_ABSENCE)
     }
 
-    fn can_query(&self, server: ServerId, now: Duration) -> bool {
+    fn can_query_server(&self, server: ServerId, now: Duration) -> bool {
         let max_open_queries = match self.absent_agents.get(&server) {
             Some(absent_agent) if now < absent_agent.next_query_at => 0,
             Some(_) => 1,
@@ -117,7 +117,7 @@ impl ConnectionSweeper {
         self.open_query_counts.get(&server).copied().unwrap_or(0) < max_open_queries
     }
 
-    pub fn next_queries(&mut self, now: Duration, max_queries: usize) -> Vec<SocketQuery> {
+    pub fn next_socket_queries(&mut self, now: Duration, max_queries: usize) -> Vec<SocketQuery> {
         self.remove_timed_out_queries(now);
         self.prune_expired_state(now);
         let max_queries = max_queries.min(MAX_OPEN_QUERIES - self.open_queries.len().min(MAX_OPEN_QUERIES));
@@ -126,7 +126,7 @@ impl ConnectionSweeper {
             if socket_queries.len() == max_queries {
                 break;
             }
-            if self.can_query(queue.0, now) {
+            if self.can_query_server(queue.0, now) {
                 socket_queries.extend(self.next_query_of_queue(queue, now));
                 self.last_queried_queue = Some(queue);
             }
@@ -154,8 +154,10 @@ impl ConnectionSweeper {
         let client_addresses = connections.iter().map(|connection| connection.client).collect();
         self.last_query_number += 1;
         *self.open_query_counts.entry(server_id).or_default() += 1;
-        self.open_queries
-            .insert(self.last_query_number, OpenQuery { server_id, connections, expires_at: now + QUERY_TIMEOUT });
+        self.open_queries.insert(
+            self.last_query_number,
+            OpenSocketQuery { server_id, connections, expires_at: now + SOCKET_QUERY_TIMEOUT },
+        );
         Some(SocketQuery {
             query_number: self.last_query_number,
             load_balancer_session: 0,
@@ -187,7 +189,7 @@ impl ConnectionSweeper {
         closed_connections
     }
 
-    fn close_query(&mut self, query_number: u64) -> Option<OpenQuery> {
+    fn close_query(&mut self, query_number: u64) -> Option<OpenSocketQuery> {
         let closed_query = self.open_queries.remove(&query_number)?;
         if let Some(count) = self.open_query_counts.get_mut(&closed_query.server_id) {
             *count -= 1;
@@ -200,7 +202,7 @@ impl ConnectionSweeper {
 
     /// Records that an agent is absent. Returns the query's connections if the absence is so long
     /// that they may be freed.
-    fn mark_agent_absent(&mut self, closed_query: OpenQuery, now: Duration) -> Vec<Connection> {
+    fn mark_agent_absent(&mut self, closed_query: OpenSocketQuery, now: Duration) -> Vec<Connection> {
         self.forget_earliest_requery_times(&closed_query.connections);
         let absent_agent = self
             .absent_agents
@@ -232,7 +234,7 @@ impl ConnectionSweeper {
     }
 
     fn prune_expired_state(&mut self, now: Duration) {
-        if now.saturating_sub(self.last_pruned_at) >= PRUNE_INTERVAL {
+        if now.saturating_sub(self.last_pruned_at) >= EXPIRED_STATE_PRUNE_INTERVAL {
             self.earliest_requery_times.retain(|_, requery_at| *requery_at > now);
             self.last_pruned_at = now;
         }
@@ -241,14 +243,14 @@ impl ConnectionSweeper {
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::connection_table::{ClockTicks, EntryIdentity};
+    use coreward_model::connection_table::{ClockTicks, TableEntryIdentity};
     use coreward_model::tuple::Protocol;
 
     use super::*;
 
     fn expired_connection(slot: u32, server: u64) -> (Connection, ServiceAddress) {
         let entry_identity =
-            EntryIdentity { tag: slot, generation: 0, service_slot: 0, server: server.try_into().unwrap() };
+            TableEntryIdentity { tag: slot, generation: 0, service_slot: 0, server: server.try_into().unwrap() };
         let connection = Connection {
             index: ConnectionIndex::new(slot / 1024, slot % 1024),
             identity: entry_identity,
@@ -264,7 +266,7 @@ mod tests {
         (connection, service_address)
     }
 
-    fn at(seconds: u64) -> Duration {
+    fn time_at_second(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
     }
 
@@ -276,46 +278,52 @@ mod tests {
     fn connection_with_a_socket_is_checked_again() {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
         let expired_connections = [expired_connection(1, 7), expired_connection(2, 8), expired_connection(3, 7)];
-        assert_eq!(sweeper.queue_expired_connections(&expired_connections, at(0)), []);
-        let socket_queries = sweeper.next_queries(at(0), 10);
+        assert_eq!(sweeper.queue_expired_connections(&expired_connections, time_at_second(0)), []);
+        let socket_queries = sweeper.next_socket_queries(time_at_second(0), 10);
         assert_eq!(queried_servers_and_client_counts(&socket_queries), [(7, 2), (8, 1)]);
-        sweeper.queue_expired_connections(&expired_connections, at(1));
-        assert_eq!(sweeper.next_queries(at(1), 10), [], "they are under way");
+        sweeper.queue_expired_connections(&expired_connections, time_at_second(1));
+        assert_eq!(sweeper.next_socket_queries(time_at_second(1), 10), [], "they are under way");
         assert_eq!(
-            sweeper.handle_socket_answer(&socket_queries[0].to_answer(vec![true, false]), at(1)),
+            sweeper.handle_socket_answer(&socket_queries[0].to_answer(vec![true, false]), time_at_second(1)),
             [expired_connections[2].0]
         );
-        sweeper.next_queries(at(6), 10);
-        sweeper.queue_expired_connections(&expired_connections[..2], at(6));
-        assert_eq!(queried_servers_and_client_counts(&sweeper.next_queries(at(11), 10)), [(8, 1)]);
-        sweeper.queue_expired_connections(&expired_connections[..1], at(61));
-        assert_eq!(queried_servers_and_client_counts(&sweeper.next_queries(at(61), 10)), [(7, 1)]);
+        sweeper.next_socket_queries(time_at_second(6), 10);
+        sweeper.queue_expired_connections(&expired_connections[..2], time_at_second(6));
+        assert_eq!(queried_servers_and_client_counts(&sweeper.next_socket_queries(time_at_second(11), 10)), [(8, 1)]);
+        sweeper.queue_expired_connections(&expired_connections[..1], time_at_second(61));
+        assert_eq!(queried_servers_and_client_counts(&sweeper.next_socket_queries(time_at_second(61), 10)), [(7, 1)]);
     }
 
     #[test]
     fn number_of_open_queries_is_limited() {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
         let expired_connections: Vec<_> = (0..2000).map(|slot| expired_connection(slot, u64::from(slot % 2))).collect();
-        sweeper.queue_expired_connections(&expired_connections, at(0));
-        assert_eq!(queried_servers_and_client_counts(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
-        assert_eq!(queried_servers_and_client_counts(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
-        assert_eq!(sweeper.next_queries(at(0), 100), []);
+        sweeper.queue_expired_connections(&expired_connections, time_at_second(0));
+        assert_eq!(
+            queried_servers_and_client_counts(&sweeper.next_socket_queries(time_at_second(0), 100)),
+            [(0, 256), (1, 256)]
+        );
+        assert_eq!(
+            queried_servers_and_client_counts(&sweeper.next_socket_queries(time_at_second(0), 100)),
+            [(0, 256), (1, 256)]
+        );
+        assert_eq!(sweeper.next_socket_queries(time_at_second(0), 100), []);
         let more_expired_connections: Vec<_> =
             (2000..2200).map(|slot| expired_connection(slot, u64::from(slot))).collect();
-        sweeper.queue_expired_connections(&more_expired_connections, at(1));
-        assert_eq!(sweeper.next_queries(at(1), 10).len(), 10);
-        assert_eq!(sweeper.next_queries(at(1), 1000).len(), MAX_OPEN_QUERIES - 4 - 10);
-        assert_eq!(sweeper.next_queries(at(2), 1000), []);
+        sweeper.queue_expired_connections(&more_expired_connections, time_at_second(1));
+        assert_eq!(sweeper.next_socket_queries(time_at_second(1), 10).len(), 10);
+        assert_eq!(sweeper.next_socket_queries(time_at_second(1), 1000).len(), MAX_OPEN_QUERIES - 4 - 10);
+        assert_eq!(sweeper.next_socket_queries(time_at_second(2), 1000), []);
     }
 
     #[test]
     fn servers_are_queried_in_turn() {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
         let expired_connections: Vec<_> = (0..90).map(|slot| expired_connection(slot, u64::from(slot % 9))).collect();
-        sweeper.queue_expired_connections(&expired_connections, at(0));
+        sweeper.queue_expired_connections(&expired_connections, time_at_second(0));
         let mut all_queried_servers = Vec::new();
         for _ in 0..3 {
-            let socket_queries = sweeper.next_queries(at(0), 3);
+            let socket_queries = sweeper.next_socket_queries(time_at_second(0), 3);
             all_queried_servers
                 .extend(queried_servers_and_client_counts(&socket_queries).into_iter().map(|(server, _)| server));
         }
@@ -325,17 +333,21 @@ mod tests {
     #[test]
     fn unexpected_socket_answer_frees_no_connection() {
         let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
-        sweeper.queue_expired_connections(&[expired_connection(1, 7)], at(0));
-        let query = sweeper.next_queries(at(0), 10).remove(0);
+        sweeper.queue_expired_connections(&[expired_connection(1, 7)], time_at_second(0));
+        let query = sweeper.next_socket_queries(time_at_second(0), 10).remove(0);
         assert_eq!(
             sweeper.handle_socket_answer(
                 &SocketAnswer { query_number: 99, load_balancer_session: 0, socket_exists_by_client: vec![false] },
-                at(0)
+                time_at_second(0)
             ),
             []
         );
-        assert_eq!(sweeper.handle_socket_answer(&query.to_answer(vec![false, false]), at(0)), []);
-        assert_eq!(sweeper.handle_socket_answer(&query.to_answer(vec![false]), at(0)), [], "it is answered");
+        assert_eq!(sweeper.handle_socket_answer(&query.to_answer(vec![false, false]), time_at_second(0)), []);
+        assert_eq!(
+            sweeper.handle_socket_answer(&query.to_answer(vec![false]), time_at_second(0)),
+            [],
+            "it is answered"
+        );
     }
 
     #[test]
@@ -344,20 +356,21 @@ mod tests {
         let expired_connections: Vec<_> = (0..1000).map(|slot| expired_connection(slot, 7)).collect();
         let mut freed_connections = Vec::new();
         for second in 0..100 {
-            let mut newly_freed_connections = sweeper.queue_expired_connections(&expired_connections, at(second));
-            for query in sweeper.next_queries(at(second), 10) {
+            let mut newly_freed_connections =
+                sweeper.queue_expired_connections(&expired_connections, time_at_second(second));
+            for query in sweeper.next_socket_queries(time_at_second(second), 10) {
                 newly_freed_connections
-                    .extend(sweeper.handle_socket_answer(&query.to_answer_without_agent(), at(second)));
+                    .extend(sweeper.handle_socket_answer(&query.to_answer_without_agent(), time_at_second(second)));
             }
             assert!(second >= 60 || newly_freed_connections.is_empty(), "after {second} s");
             freed_connections.extend(newly_freed_connections);
         }
         assert!(expired_connections.iter().all(|(connection, _)| freed_connections.contains(connection)));
-        sweeper.queue_expired_connections(&expired_connections, at(100));
-        let query = sweeper.next_queries(at(100), 10).remove(0);
+        sweeper.queue_expired_connections(&expired_connections, time_at_second(100));
+        let query = sweeper.next_socket_queries(time_at_second(100), 10).remove(0);
         let are_open = vec![true; query.clients.len()];
-        assert_eq!(sweeper.handle_socket_answer(&query.to_answer(are_open), at(100)), []);
-        assert_eq!(sweeper.queue_expired_connections(&expired_connections, at(200)), []);
+        assert_eq!(sweeper.handle_socket_answer(&query.to_answer(are_open), time_at_second(100)), []);
+        assert_eq!(sweeper.queue_expired_connections(&expired_connections, time_at_second(200)), []);
     }
 
     /// Simulation of the connection table in virtual time.
@@ -397,13 +410,13 @@ mod tests {
             true
         }
 
-        fn slot_of(connection: &Connection) -> usize {
+        fn slot_of_connection(connection: &Connection) -> usize {
             (connection.index.partition() * 1024 + connection.index.slot()) as usize
         }
 
         fn free_entries(&mut self, connections: Vec<Connection>) {
             for connection in connections {
-                let entry_slot = Self::slot_of(&connection);
+                let entry_slot = Self::slot_of_connection(&connection);
                 if self.table_entries[entry_slot].take().is_some() {
                     self.free_slots.push(entry_slot);
                 }
@@ -424,11 +437,11 @@ mod tests {
             let now = Duration::from_millis(u64::from(tick) * 100);
             let connections_freed_without_answer = self.sweeper.queue_expired_connections(&expired_connections, now);
             self.free_entries(connections_freed_without_answer);
-            for query in self.sweeper.next_queries(now, 32) {
+            for query in self.sweeper.next_socket_queries(now, 32) {
                 let queried_connections = &self.sweeper.open_queries[&query.query_number].connections;
                 let are_open = queried_connections
                     .iter()
-                    .map(|connection| self.socket_end_tick_by_slot[Self::slot_of(connection)] > tick)
+                    .map(|connection| self.socket_end_tick_by_slot[Self::slot_of_connection(connection)] > tick)
                     .collect();
                 let connections_freed_by_answer = match behaviour_of_server(query.server.get().into()) {
                     AgentBehaviour::Responsive => self.sweeper.handle_socket_answer(&query.to_answer(are_open), now),
@@ -453,7 +466,7 @@ mod tests {
 
     /// Returns the number of used table entries after ten simulated minutes, divided by the number of connections that
     /// are open or in TIME-WAIT.
-    fn occupancy_ratio(connections_per_second: u32, behaviour_of_server: impl Fn(u64) -> AgentBehaviour) -> f64 {
+    fn table_occupancy_ratio(connections_per_second: u32, behaviour_of_server: impl Fn(u64) -> AgentBehaviour) -> f64 {
         let mut simulation = ConnectionTableSimulation::new(262_144);
         let mut next_server = 0;
         for tick in 0..10 * 60 * TICKS_PER_SECOND {
@@ -476,7 +489,7 @@ mod tests {
     fn table_holds_only_live_connections_although_some_agents_are_dead() {
         for dead_agent_behaviour in [AgentBehaviour::Responsive, AgentBehaviour::Absent, AgentBehaviour::Silent] {
             // The dead servers come first in the rotation.
-            let occupancy_ratio = occupancy_ratio(1000, |server| {
+            let occupancy_ratio = table_occupancy_ratio(1000, |server| {
                 if server < SERVER_COUNT / 10 { dead_agent_behaviour } else { AgentBehaviour::Responsive }
             });
             assert!((0.9..1.1).contains(&occupancy_ratio), "{occupancy_ratio}");

@@ -22,7 +22,7 @@ const MAX_FRAME_BYTES: u32 = 16 << 10;
 const FLOW_CONTROL_WINDOW_BYTES: u32 = 256 << 10;
 
 /// Returns a builder of the gRPC server of a controller or rack controller, which detects broken connections.
-pub fn server_builder() -> tonic::transport::Server {
+pub fn grpc_server_builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))

@@ -25,8 +25,12 @@ pub struct SizeLimitedControlServer<T> {
 impl<T: Control> SizeLimitedControlServer<T> {
     pub fn new(methods: T) -> Self {
         let control_methods = Arc::new(methods);
-        let with_limit = |bytes| ControlServer::from_arc(control_methods.clone()).max_decoding_message_size(bytes);
-        Self { agent_server: with_limit(MAX_AGENT_MESSAGE_BYTES), non_agent_server: with_limit(MAX_MESSAGE_BYTES) }
+        let server_with_size_limit =
+            |bytes| ControlServer::from_arc(control_methods.clone()).max_decoding_message_size(bytes);
+        Self {
+            agent_server: server_with_size_limit(MAX_AGENT_MESSAGE_BYTES),
+            non_agent_server: server_with_size_limit(MAX_MESSAGE_BYTES),
+        }
     }
 }
 

@@ -5,22 +5,23 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use coreward_daemon::add_certificate_expiry;
-use coreward_http::serve::{Acceptor, CertificateIdentity, Peer};
+use coreward_http::serve::{CertificateIdentity, ConnectionPeer, StreamAcceptor};
 use coreward_metrics::metrics;
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_metrics::table::MetricKind::Counter;
-use coreward_metrics::table::{Component, Family, family};
-use coreward_tls::certificate::Fingerprint;
-use coreward_tls::failure::{Failure, FailureCounters, FailureReason};
+use coreward_metrics::table::{Component, MetricFamily, declare_family};
+use coreward_tls::certificate::CertificateFingerprint;
+use coreward_tls::failure::{ConnectionFailureCounters, ConnectionFailureReason, PeerConnectionFailure};
 use coreward_tls::verify::RevocationList;
 use coreward_tls::{
-    AcceptedConnection, AcceptorLimits, Caller, ClientCertificatePolicy, ConnectionAcceptor, CredentialFiles, Role, Tls,
+    AcceptedConnection, AcceptorLimits, ClientCertificatePolicy, ConnectionAcceptor, ConnectionCaller, CredentialFiles,
+    FleetRole, ReloadableCredentials,
 };
 use tokio::net::TcpStream;
 use tonic::{Request, Status};
 
 metrics! {
-    TLS_HANDSHAKE_FAILURES_TOTAL: Family<1> = family(
+    TLS_HANDSHAKE_FAILURES_TOTAL: MetricFamily<1> = declare_family(
         Counter, "coreward_tls_handshake_failures_total", &["reason"], &[Component::Controller, Component::Rack],
         "Connections that failed at TLS, by reason",
     );
@@ -30,7 +31,7 @@ metrics! {
 pub struct ListenerConfig<'a> {
     pub listen_address: SocketAddr,
     pub tls: Option<&'a CredentialFiles>,
-    pub revoked_certificates: &'a [Fingerprint],
+    pub revoked_certificates: &'a [CertificateFingerprint],
     /// Whether the operator permits connections without TLS, so that a missing `tls` causes no warning.
     pub allow_plaintext: bool,
 }
@@ -39,15 +40,15 @@ pub struct ListenerConfig<'a> {
 /// peers.
 pub struct ListenerSecurity {
     /// Certificates and key of this process, or `None` if connections are neither encrypted nor authenticated.
-    pub tls: Option<Arc<Tls>>,
+    pub tls: Option<Arc<ReloadableCredentials>>,
     /// Counters of rejected peers, by reason.
-    pub failure_counters: Arc<FailureCounters>,
+    pub failure_counters: Arc<ConnectionFailureCounters>,
     pub revocation_list: RevocationList,
 }
 
 impl ListenerSecurity {
     /// Loads the certificates that the configuration names. Fails if they cannot be used.
-    pub fn of(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
+    pub fn from_config(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
         if config.tls.is_none() && !config.allow_plaintext && !config.listen_address.ip().is_loopback() {
             tracing::warn!(
                 event = "plaintext",
@@ -58,11 +59,15 @@ impl ListenerSecurity {
         }
         let revocation_list = RevocationList::default();
         revocation_list.replace_fingerprints(config.revoked_certificates.iter().copied());
-        Ok(Self { tls: coreward_tls::table::load(config.tls)?, failure_counters: Arc::default(), revocation_list })
+        Ok(Self {
+            tls: coreward_tls::table::load_tls_credentials(config.tls)?,
+            failure_counters: Arc::default(),
+            revocation_list,
+        })
     }
 
     /// Returns the acceptor for gRPC, which requires a client certificate with one of these roles.
-    pub fn grpc_acceptor(&self, accepted_roles: &[Role], limits: AcceptorLimits) -> Arc<ConnectionAcceptor> {
+    pub fn grpc_acceptor(&self, accepted_roles: &[FleetRole], limits: AcceptorLimits) -> Arc<ConnectionAcceptor> {
         let failure_counters = self.failure_counters.clone();
         match &self.tls {
             Some(tls) => {
@@ -90,7 +95,7 @@ impl ListenerSecurity {
                 let (certificate_policy, revoked) = (ClientCertificatePolicy::Optional, self.revocation_list.clone());
                 ConnectionAcceptor::with_tls(
                     tls,
-                    &Role::ALL,
+                    &FleetRole::ALL,
                     certificate_policy,
                     &["http/1.1"],
                     revoked,
@@ -111,9 +116,9 @@ impl ListenerSecurity {
         }
     }
 
-    pub fn add_metrics(&self, snapshot: &mut Snapshot) {
+    pub fn add_metrics(&self, snapshot: &mut MetricsSnapshot) {
         self.tls.iter().for_each(|tls| add_certificate_expiry(tls, snapshot));
-        for (reason, count) in self.failure_counters.counts_by_reason() {
+        for (reason, count) in self.failure_counters.failure_counts_by_reason() {
             snapshot.add_value(&TLS_HANDSHAKE_FAILURES_TOTAL, [reason.name()], count as f64);
         }
     }
@@ -129,53 +134,62 @@ impl ApiAcceptor {
     }
 }
 
-impl Acceptor for ApiAcceptor {
+impl StreamAcceptor for ApiAcceptor {
     type Stream = AcceptedConnection;
 
-    async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(AcceptedConnection, Peer)> {
+    async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(AcceptedConnection, ConnectionPeer)> {
         let connection = self.0.clone().admit_connection(stream, address).await.map_err(io::Error::other)?;
         let caller = connection.caller();
         let certificate_identity =
-            caller.identity.as_ref().zip(connection.certificate()).and_then(|(identity, certificate)| {
-                let role = match identity.role {
-                    Role::Operator => coreward_api::Role::Operator,
-                    Role::Viewer => coreward_api::Role::Viewer,
-                    _ => return None,
-                };
-                let (fingerprint, not_after) = certificate;
-                Some(CertificateIdentity { role, name: identity.to_string().into(), fingerprint, not_after })
-            });
-        let peer = Peer { address: address.ip(), certificate: certificate_identity, is_encrypted: caller.is_encrypted };
+            caller.identity.as_ref().zip(connection.certificate_fingerprint_and_expiry()).and_then(
+                |(identity, certificate)| {
+                    let role = match identity.role {
+                        FleetRole::Operator => coreward_api::Role::Operator,
+                        FleetRole::Viewer => coreward_api::Role::Viewer,
+                        _ => return None,
+                    };
+                    let (fingerprint, not_after) = certificate;
+                    Some(CertificateIdentity { role, name: identity.to_string().into(), fingerprint, not_after })
+                },
+            );
+        let peer = ConnectionPeer {
+            address: address.ip(),
+            certificate: certificate_identity,
+            is_connection_encrypted: caller.is_encrypted,
+        };
         Ok((connection, peer))
     }
 }
 
 /// Peer that sent a request. Its rejections are counted and logged.
 pub struct AuthenticatedPeer {
-    pub caller: Caller,
+    pub caller: ConnectionCaller,
     security: Arc<ListenerSecurity>,
 }
 
 impl AuthenticatedPeer {
     /// Returns the peer that sent a request. Fails if the connection did not come through the acceptor.
-    pub fn of<T>(request: &Request<T>, security: &Arc<ListenerSecurity>) -> Result<Self, Status> {
-        Ok(Self { caller: Caller::of(request)?, security: security.clone() })
+    pub fn from_request<T>(request: &Request<T>, security: &Arc<ListenerSecurity>) -> Result<Self, Status> {
+        Ok(Self { caller: ConnectionCaller::from_request(request)?, security: security.clone() })
     }
 
     /// Checks that the peer has one of these roles. The PERMISSION_DENIED error names the peer and the required roles.
-    pub fn require_role(&self, roles: &[Role]) -> Result<(), Status> {
-        self.caller.require_role(roles).inspect_err(|status| self.count_failure(FailureReason::WrongRole, status))
+    pub fn require_any_role(&self, roles: &[FleetRole]) -> Result<(), Status> {
+        self.caller
+            .require_role(roles)
+            .inspect_err(|status| self.count_failure(ConnectionFailureReason::WrongRole, status))
     }
 
-    pub fn require_role_and_name(&self, role: Role, name: &str) -> Result<(), Status> {
+    pub fn require_role_and_name(&self, role: FleetRole, name: &str) -> Result<(), Status> {
         self.caller
             .require_role_and_name(role, name)
-            .inspect_err(|status| self.count_failure(FailureReason::WrongName, status))
+            .inspect_err(|status| self.count_failure(ConnectionFailureReason::WrongName, status))
     }
 
-    fn count_failure(&self, reason: FailureReason, status: &Status) {
-        self.security
-            .failure_counters
-            .count_and_log(&self.caller, &Failure { reason, message: status.message().to_owned() });
+    fn count_failure(&self, reason: ConnectionFailureReason, status: &Status) {
+        self.security.failure_counters.count_and_log(
+            &self.caller,
+            &PeerConnectionFailure { reason, failure_description: status.message().to_owned() },
+        );
     }
 }

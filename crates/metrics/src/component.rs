@@ -3,100 +3,102 @@
 use coreward_wire::v1;
 
 use crate::metrics;
-use crate::snapshot::Snapshot;
+use crate::snapshot::MetricsSnapshot;
 use crate::table::MetricKind::{Counter, Gauge, MaxGauge};
-use crate::table::{Component, Family, family};
+use crate::table::{Component, MetricFamily, declare_family};
 
 /// Daemons whose metrics contain the request counts of UDP services.
 const DISPATCH_METRIC_COMPONENTS: &[Component] = &[Component::Controller, Component::Agent, Component::Dispatch];
 
 metrics! {
-    BUILD_INFO: Family<2> = family(Gauge, "coreward_build_info", &["part", "version"], Component::ALL, "1");
-    pub CONFIGURATION_GENERATION: Family<0> = family(
+    BUILD_INFO: MetricFamily<2> = declare_family(
+        Gauge, "coreward_build_info", &["part", "version"], Component::ALL, "1",
+    );
+    pub CONFIGURATION_GENERATION: MetricFamily<0> = declare_family(
         MaxGauge, "coreward_configuration_generation", &[], &[Component::Controller, Component::Lb, Component::Agent],
         "Generation of the configuration in force; 0: none yet",
     );
-    pub TABLE_GENERATION: Family<1> = family(
+    pub TABLE_GENERATION: MetricFamily<1> = declare_family(
         MaxGauge, "coreward_table_generation", &["service"], &[Component::Controller, Component::Lb],
         "Generation of the newest placement table; at a load balancer of the one in force",
     );
-    SERVER_SYNS_TOTAL: Family<2> = family(
+    SERVER_SYNS_TOTAL: MetricFamily<2> = declare_family(
         Counter, "coreward_server_syns_total", &["server", "queue"], &[Component::Controller, Component::Agent],
         "SYNs that arrived on the receive queue that RSS predicts (predicted), or on another (other)",
     );
-    SERVER_PACKETS_TOTAL: Family<2> = family(
+    SERVER_PACKETS_TOTAL: MetricFamily<2> = declare_family(
         Counter, "coreward_server_packets_total", &["server", "outcome"], &[Component::Controller, Component::Agent],
         "Packets at a server's programs, by outcome",
     );
-    pub SERVER_WARNINGS: Family<1> = family(
+    pub SERVER_WARNINGS: MetricFamily<1> = declare_family(
         Gauge, "coreward_server_warnings", &["server"], &[Component::Controller, Component::Agent],
         "Faults that the agent reports, as in `coreward status`",
     );
-    LB_PACKETS_TOTAL: Family<2> = family(
+    LB_PACKETS_TOTAL: MetricFamily<2> = declare_family(
         Counter, "coreward_lb_packets_total", &["load_balancer", "decision"], &[Component::Controller, Component::Lb],
         "Packets forwarded or passed on, by decision",
     );
-    LB_DROPS_TOTAL: Family<2> = family(
+    LB_DROPS_TOTAL: MetricFamily<2> = declare_family(
         Counter, "coreward_lb_drops_total", &["load_balancer", "reason"], &[Component::Controller, Component::Lb],
         "Dropped packets, by reason",
     );
-    LB_EVENTS_TOTAL: Family<2> = family(
+    LB_EVENTS_TOTAL: MetricFamily<2> = declare_family(
         Counter, "coreward_lb_events_total", &["load_balancer", "event"], &[Component::Controller, Component::Lb],
         "Other events of packets",
     );
-    LB_CONNECTIONS: Family<1> = family(
+    LB_CONNECTIONS: MetricFamily<1> = declare_family(
         Gauge, "coreward_lb_connections", &["load_balancer"], &[Component::Controller, Component::Lb],
         "Connections in the connection table",
     );
-    LB_UNRESOLVED_SERVERS: Family<1> = family(
+    LB_UNRESOLVED_SERVERS: MetricFamily<1> = declare_family(
         Gauge, "coreward_lb_unresolved_servers", &["load_balancer"], &[Component::Controller, Component::Lb],
         "Servers without a known MAC address",
     );
-    LB_WARNINGS: Family<1> = family(
+    LB_WARNINGS: MetricFamily<1> = declare_family(
         Gauge, "coreward_lb_warnings", &["load_balancer"], &[Component::Controller, Component::Lb],
         "Faults of the machine, and rejected updates",
     );
-    HEALTH_CHECKS_TOTAL: Family<2> = family(
+    HEALTH_CHECKS_TOTAL: MetricFamily<2> = declare_family(
         Counter, "coreward_health_checks_total", &["service", "outcome"], &[Component::Lb],
         "Health checks of a service's servers, passed or failed",
     );
-    HEALTH_SERVERS: Family<2> = family(
+    HEALTH_SERVERS: MetricFamily<2> = declare_family(
         Gauge, "coreward_health_servers", &["service", "verdict"], &[Component::Lb],
         "Servers of a service that this load balancer finds up or down, or has no verdict on",
     );
-    HEALTH_CHECK_DURATION_MAX_SECONDS: Family<1> = family(
+    HEALTH_CHECK_DURATION_MAX_SECONDS: MetricFamily<1> = declare_family(
         MaxGauge, "coreward_health_check_duration_max_seconds", &["service"], &[Component::Lb],
         "Duration of the slowest server's newest health check",
     );
-    DISPATCH_OUTSTANDING_REQUESTS: Family<3> = family(
+    DISPATCH_OUTSTANDING_REQUESTS: MetricFamily<3> = declare_family(
         Gauge, "coreward_dispatch_outstanding_requests", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Requests without a response",
     );
-    DISPATCH_QUEUED_DATAGRAMS: Family<3> = family(
+    DISPATCH_QUEUED_DATAGRAMS: MetricFamily<3> = declare_family(
         Gauge, "coreward_dispatch_queued_datagrams", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Datagrams in a worker's socket queue at the last poll",
     );
-    DISPATCH_DISPATCHED_TOTAL: Family<3> = family(
+    DISPATCH_DISPATCHED_TOTAL: MetricFamily<3> = declare_family(
         Counter, "coreward_dispatch_dispatched_total", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Requests given to a worker",
     );
-    DISPATCH_COMPLETED_TOTAL: Family<3> = family(
+    DISPATCH_COMPLETED_TOTAL: MetricFamily<3> = declare_family(
         Counter, "coreward_dispatch_completed_total", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Requests that a worker answered",
     );
-    DISPATCH_ABANDONED_TOTAL: Family<3> = family(
+    DISPATCH_ABANDONED_TOTAL: MetricFamily<3> = declare_family(
         Counter, "coreward_dispatch_abandoned_total", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Requests given up: without a response, dropped, or their worker died",
     );
-    DISPATCH_DROPPED_TOTAL: Family<3> = family(
+    DISPATCH_DROPPED_TOTAL: MetricFamily<3> = declare_family(
         Counter, "coreward_dispatch_dropped_total", &["server", "service", "worker"], DISPATCH_METRIC_COMPONENTS,
         "Datagrams that a worker's full receive buffer dropped",
     );
 }
 
 /// Returns a snapshot that contains the metrics which all daemons have in common.
-pub fn base_snapshot(component: Component) -> Snapshot {
-    let mut snapshot = Snapshot::default();
+pub fn base_metrics_snapshot(component: Component) -> MetricsSnapshot {
+    let mut snapshot = MetricsSnapshot::default();
     snapshot.add_value(&BUILD_INFO, [component.name(), env!("CARGO_PKG_VERSION")], 1.0);
     snapshot
 }
@@ -104,7 +106,7 @@ pub fn base_snapshot(component: Component) -> Snapshot {
 /// Adds a server's counters. They include the numbers of SYNs that arrived at the predicted receive queue and at other
 /// queues.
 pub fn add_server_counters<'a>(
-    snapshot: &mut Snapshot,
+    snapshot: &mut MetricsSnapshot,
     server: &str,
     predicted_and_other_syn_counts: (u64, u64),
     counters: impl Iterator<Item = (&'a String, &'a u64)>,
@@ -119,7 +121,7 @@ pub fn add_server_counters<'a>(
 }
 
 /// Adds a load balancer's counters of packets and events, its number of connections, and its warnings.
-pub fn add_load_balancer_metrics(snapshot: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
+pub fn add_load_balancer_metrics(snapshot: &mut MetricsSnapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
             Some(reason) => snapshot.add_value(&LB_DROPS_TOTAL, [name, reason], *count as f64),
@@ -136,7 +138,7 @@ pub fn add_load_balancer_metrics(snapshot: &mut Snapshot, name: &str, state: &v1
 
 /// Adds the numbers of passed and failed health checks of a service, and its numbers of servers by health verdict.
 pub fn add_health_checks<'a>(
-    snapshot: &mut Snapshot,
+    snapshot: &mut MetricsSnapshot,
     service: &str,
     servers: impl Iterator<Item = &'a v1::ServerHealth> + Clone,
 ) {
@@ -153,7 +155,7 @@ pub fn add_health_checks<'a>(
 }
 
 /// Adds the request counters of the UDP services that a server dispatches to its workers.
-pub fn add_dispatch_counters(snapshot: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
+pub fn add_dispatch_counters(snapshot: &mut MetricsSnapshot, server: &str, services: &[v1::DispatchedService]) {
     for service in services {
         for worker in &service.workers {
             let worker_label = worker.worker.to_string();
@@ -180,7 +182,7 @@ mod tests {
         let worker = v1::DispatchedWorker { worker: 3, dispatched: 7, ..Default::default() };
         let service =
             v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };
-        let mut snapshot = base_snapshot(Component::Dispatch);
+        let mut snapshot = base_metrics_snapshot(Component::Dispatch);
         add_dispatch_counters(&mut snapshot, "", &[service]);
         let dispatch_metrics = METRICS.iter().filter(|metric| metric.components.contains(&Component::Dispatch));
         let expected: BTreeSet<&str> = dispatch_metrics.map(|metric| metric.name).collect();

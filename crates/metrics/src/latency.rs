@@ -14,7 +14,7 @@ pub struct LatencyHistogram {
 }
 
 impl LatencyHistogram {
-    pub fn observe(&mut self, latency: Duration) {
+    pub fn observe_latency(&mut self, latency: Duration) {
         let seconds = latency.as_secs_f64();
         let bucket_index = BUCKET_BOUNDS_S.iter().position(|bound| seconds <= *bound).unwrap_or(BUCKET_BOUNDS_S.len());
         self.bucket_counts[bucket_index] += 1;
@@ -27,12 +27,12 @@ impl LatencyHistogram {
     }
 
     /// Returns the number of observed durations.
-    pub fn observed_count(&self) -> u64 {
+    pub fn observed_latency_count(&self) -> u64 {
         self.bucket_counts.iter().sum()
     }
 
     /// Returns each bucket's upper bound in seconds, and the number of durations in that bucket alone (not cumulative).
-    pub fn buckets(&self) -> [(f64, u64); BUCKET_BOUNDS_S.len() + 1] {
+    pub fn bucket_bounds_and_counts(&self) -> [(f64, u64); BUCKET_BOUNDS_S.len() + 1] {
         std::array::from_fn(|class| {
             (BUCKET_BOUNDS_S.get(class).copied().unwrap_or(f64::MAX), self.bucket_counts[class])
         })
@@ -49,10 +49,10 @@ mod tests {
         [100, 101, 1_000_000, 7_000_000]
             .map(Duration::from_micros)
             .into_iter()
-            .for_each(|took| latencies.observe(took));
-        let counts = latencies.buckets().map(|(_, count)| count);
+            .for_each(|took| latencies.observe_latency(took));
+        let counts = latencies.bucket_bounds_and_counts().map(|(_, count)| count);
         assert_eq!(counts, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]);
-        assert_eq!(latencies.observed_count(), 4);
+        assert_eq!(latencies.observed_latency_count(), 4);
         assert!((latencies.total_duration_s() - 8.000_201).abs() < 1e-9);
     }
 }

@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use crate::latency::LatencyHistogram;
-use crate::table::{Family, Histogram, Metric, MetricKind};
+use crate::table::{HistogramMetric, MetricDeclaration, MetricFamily, MetricKind};
 
 /// Maximum number of series per metric. Further series are combined into one series with the label [`OTHERS_LABEL`],
 /// whose value is their sum or maximum.
@@ -23,16 +23,16 @@ type MetricSeries = Vec<(Vec<String>, f64)>;
 
 /// Values of all metrics at one point in time, ordered by the metrics' names.
 #[derive(Debug, Clone, Default)]
-pub struct Snapshot {
-    series_by_name: BTreeMap<&'static str, (&'static Metric, MetricSeries)>,
-    histograms_by_name: BTreeMap<&'static str, (&'static Metric, LatencyHistogram)>,
+pub struct MetricsSnapshot {
+    series_by_name: BTreeMap<&'static str, (&'static MetricDeclaration, MetricSeries)>,
+    histograms_by_name: BTreeMap<&'static str, (&'static MetricDeclaration, LatencyHistogram)>,
 }
 
-impl Snapshot {
+impl MetricsSnapshot {
     /// Adds a series of a metric, with these labels and this value.
     pub fn add_value<const LABELS: usize>(
         &mut self,
-        family: &'static Family<LABELS>,
+        family: &'static MetricFamily<LABELS>,
         labels: [&str; LABELS],
         value: f64,
     ) {
@@ -45,7 +45,7 @@ impl Snapshot {
     /// cores.
     pub fn add_indexed_values(
         &mut self,
-        family: &'static Family<2>,
+        family: &'static MetricFamily<2>,
         first_label: &str,
         values: impl Iterator<Item = f64>,
     ) {
@@ -55,12 +55,15 @@ impl Snapshot {
         }
     }
 
-    fn find_or_add_series(&mut self, metric: &'static Metric) -> (&'static Metric, &mut MetricSeries) {
+    fn find_or_add_series(
+        &mut self,
+        metric: &'static MetricDeclaration,
+    ) -> (&'static MetricDeclaration, &mut MetricSeries) {
         (metric, &mut self.series_by_name.entry(metric.name).or_insert((metric, MetricSeries::new())).1)
     }
 
     /// Adds a histogram metric with its observed durations.
-    pub fn add_histogram(&mut self, histogram: &'static Histogram, latencies: LatencyHistogram) {
+    pub fn add_histogram(&mut self, histogram: &'static HistogramMetric, latencies: LatencyHistogram) {
         let metric = histogram.metric();
         self.histograms_by_name.insert(metric.name, (metric, latencies));
     }
@@ -98,14 +101,14 @@ fn add_or_combine_series(
     }
 }
 
-impl Collector for Snapshot {
+impl Collector for MetricsSnapshot {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         for (metric, latencies) in self.histograms_by_name.values() {
             let mut histogram = encoder.encode_descriptor(metric.name, metric.help, None, MetricType::Histogram)?;
-            let buckets = latencies.buckets();
+            let buckets = latencies.bucket_bounds_and_counts();
             histogram.encode_histogram::<NoLabelSet>(
                 latencies.total_duration_s(),
-                latencies.observed_count(),
+                latencies.observed_latency_count(),
                 &buckets,
                 None,
             )?;
@@ -143,19 +146,19 @@ mod tests {
     use super::*;
     use crate::metrics;
     use crate::table::MetricKind::{Counter, Gauge, MaxGauge};
-    use crate::table::family;
+    use crate::table::declare_family;
 
     metrics! {
-        REPORTS: Family<0> = family(Counter, "coreward_reports_total", &[], &[], "Reports");
-        REJECTED: Family<1> = family(Counter, "coreward_rejected_total", &["reason"], &[], "Rejections");
-        LOAD: Family<2> = family(MaxGauge, "coreward_load_ratio", &["server", "core"], &[], "Load");
-        CONNECTIONS: Family<1> = family(Gauge, "coreward_connections", &["server"], &[], "Connections");
-        AGE: Family<1> = family(MaxGauge, "coreward_age_seconds", &["server"], &[], "Age");
+        REPORTS: MetricFamily<0> = declare_family(Counter, "coreward_reports_total", &[], &[], "Reports");
+        REJECTED: MetricFamily<1> = declare_family(Counter, "coreward_rejected_total", &["reason"], &[], "Rejections");
+        LOAD: MetricFamily<2> = declare_family(MaxGauge, "coreward_load_ratio", &["server", "core"], &[], "Load");
+        CONNECTIONS: MetricFamily<1> = declare_family(Gauge, "coreward_connections", &["server"], &[], "Connections");
+        AGE: MetricFamily<1> = declare_family(MaxGauge, "coreward_age_seconds", &["server"], &[], "Age");
     }
 
     #[test]
     fn metrics_page_is_valid_openmetrics() {
-        let mut snapshot = Snapshot::default();
+        let mut snapshot = MetricsSnapshot::default();
         snapshot.add_value(&REJECTED, ["no_cores"], 3.0);
         snapshot.add_value(&LOAD, ["a \"b\"\\", "0"], 0.25);
         snapshot.add_value(&REPORTS, [], 18_446_744_073_709.0);
@@ -174,7 +177,7 @@ mod tests {
 
     #[test]
     fn series_above_the_limit_are_combined() {
-        let mut snapshot = Snapshot::default();
+        let mut snapshot = MetricsSnapshot::default();
         for server in 0..MAX_SERIES_PER_METRIC + 10 {
             snapshot.add_value(&CONNECTIONS, [&format!("s{server}")], 1.0);
             snapshot.add_value(&AGE, [&format!("s{server}")], server as f64);

@@ -53,7 +53,7 @@ pub enum MetricKind {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Metric {
+pub struct MetricDeclaration {
     pub name: &'static str,
     pub kind: MetricKind,
     pub labels: &'static [&'static str],
@@ -64,43 +64,47 @@ pub struct Metric {
 
 /// Declaration of a counter or a gauge with `LABELS` labels.
 #[derive(Debug)]
-pub struct Family<const LABELS: usize>(Metric);
+pub struct MetricFamily<const LABELS: usize>(MetricDeclaration);
 
 /// Declaration of a histogram without labels.
 #[derive(Debug)]
-pub struct Histogram(Metric);
+pub struct HistogramMetric(MetricDeclaration);
 
-/// Declares a [`Family`] of this kind. A counter's name must end with `_total`.
-pub const fn family<const LABELS: usize>(
+/// Declares a [`MetricFamily`] of this kind. A counter's name must end with `_total`.
+pub const fn declare_family<const LABELS: usize>(
     kind: MetricKind,
     name: &'static str,
     labels: &'static [&'static str; LABELS],
     components: &'static [Component],
     help: &'static str,
-) -> Family<LABELS> {
-    Family(Metric { name, kind, labels, components, help })
+) -> MetricFamily<LABELS> {
+    MetricFamily(MetricDeclaration { name, kind, labels, components, help })
 }
 
-/// Declares a [`Histogram`].
-pub const fn histogram(name: &'static str, components: &'static [Component], help: &'static str) -> Histogram {
-    Histogram(Metric { name, kind: MetricKind::Histogram, labels: &[], components, help })
+/// Declares a [`HistogramMetric`].
+pub const fn declare_histogram(
+    name: &'static str,
+    components: &'static [Component],
+    help: &'static str,
+) -> HistogramMetric {
+    HistogramMetric(MetricDeclaration { name, kind: MetricKind::Histogram, labels: &[], components, help })
 }
 
-impl<const LABELS: usize> Family<LABELS> {
-    pub const fn metric(&self) -> &Metric {
+impl<const LABELS: usize> MetricFamily<LABELS> {
+    pub const fn metric(&self) -> &MetricDeclaration {
         &self.0
     }
 }
 
-impl Histogram {
-    pub const fn metric(&self) -> &Metric {
+impl HistogramMetric {
+    pub const fn metric(&self) -> &MetricDeclaration {
         &self.0
     }
 }
 
 /// Declarations of all metrics in all crates that are linked into the program, in no particular order.
 #[linkme::distributed_slice]
-pub static METRICS: [&'static Metric];
+pub static METRICS: [&'static MetricDeclaration];
 
 /// Declares metrics as statics, and adds them to [`METRICS`](crate::table::METRICS).
 #[macro_export]
@@ -111,7 +115,7 @@ macro_rules! metrics {
             const _: () = {
                 #[$crate::linkme::distributed_slice($crate::table::METRICS)]
                 #[linkme(crate = $crate::linkme)]
-                static DECLARATION: &$crate::table::Metric = $name.metric();
+                static DECLARATION: &$crate::table::MetricDeclaration = $name.metric();
             };
         )+
     };

@@ -22,7 +22,7 @@ pub struct ConnectionAllowance {
 
 impl ConnectionAllowance {
     /// Returns the full allowance of a server whose fair share is `fair_share_per_second` connections per second.
-    pub fn full(fair_share_per_second: f64) -> Self {
+    pub fn full_for_fair_share(fair_share_per_second: f64) -> Self {
         Self {
             remaining_connections: Self::full_allowance_connections(fair_share_per_second),
             fair_share_per_second,
@@ -36,7 +36,12 @@ impl ConnectionAllowance {
 
     /// Updates the allowance after an interval of `interval_seconds` (at most 10). `fair_share_connections` is the
     /// server's fair share of the interval's new connections, and `opened_connections` is the number that it got.
-    pub fn update(&mut self, fair_share_connections: f64, opened_connections: f64, interval_seconds: f64) {
+    pub fn update_after_interval(
+        &mut self,
+        fair_share_connections: f64,
+        opened_connections: f64,
+        interval_seconds: f64,
+    ) {
         self.fair_share_per_second +=
             FAIR_SHARE_AVERAGE_WEIGHT * (fair_share_connections - self.fair_share_per_second * interval_seconds);
         let max_remaining_connections = Self::full_allowance_connections(self.fair_share_per_second);
@@ -65,10 +70,10 @@ mod tests {
 
     #[test]
     fn server_with_an_exhausted_allowance_is_limited_until_half_is_refilled() {
-        let mut allowance = ConnectionAllowance::full(100.0);
+        let mut allowance = ConnectionAllowance::full_for_fair_share(100.0);
         let seconds_until_limit_state = |allowance: &mut ConnectionAllowance, opened_connections, is_limited| {
             (1..100).find(|_| {
-                allowance.update(100.0, opened_connections, 1.0);
+                allowance.update_after_interval(100.0, opened_connections, 1.0);
                 allowance.is_limited() == is_limited
             })
         };
@@ -79,11 +84,11 @@ mod tests {
 
     #[test]
     fn greedy_server_gets_twice_its_fair_share() {
-        let mut allowance = ConnectionAllowance::full(100.0);
+        let mut allowance = ConnectionAllowance::full_for_fair_share(100.0);
         let mut connections_opened_in = |seconds: u32| {
             let connections_by_second = (0..seconds).map(|_| {
                 let opened_connections = if allowance.is_spent() { 0.0 } else { 1_000.0 };
-                allowance.update(100.0, opened_connections, 1.0);
+                allowance.update_after_interval(100.0, opened_connections, 1.0);
                 opened_connections
             });
             connections_by_second.sum::<f64>()
@@ -95,10 +100,10 @@ mod tests {
     #[test]
     fn allowance_is_independent_of_the_update_interval() {
         let (mut full_second_allowance, mut quarter_second_allowance) =
-            (ConnectionAllowance::full(100.0), ConnectionAllowance::full(100.0));
+            (ConnectionAllowance::full_for_fair_share(100.0), ConnectionAllowance::full_for_fair_share(100.0));
         for _ in 0..30 {
-            full_second_allowance.update(200.0, 300.0, 1.0);
-            (0..4).for_each(|_| quarter_second_allowance.update(50.0, 75.0, 0.25));
+            full_second_allowance.update_after_interval(200.0, 300.0, 1.0);
+            (0..4).for_each(|_| quarter_second_allowance.update_after_interval(50.0, 75.0, 0.25));
         }
         assert!(
             (full_second_allowance.fair_share_per_second / quarter_second_allowance.fair_share_per_second - 1.0).abs()
@@ -114,9 +119,9 @@ mod tests {
 
     #[test]
     fn server_with_twice_its_fair_share_is_never_limited() {
-        let mut allowance = ConnectionAllowance::full(100.0);
+        let mut allowance = ConnectionAllowance::full_for_fair_share(100.0);
         for _ in 0..1_000 {
-            allowance.update(100.0, MAX_FAIR_SHARE_MULTIPLE * 100.0, 1.0);
+            allowance.update_after_interval(100.0, MAX_FAIR_SHARE_MULTIPLE * 100.0, 1.0);
             assert!(!allowance.is_limited());
         }
     }

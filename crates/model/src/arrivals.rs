@@ -68,7 +68,7 @@ impl ConnectionArrival {
     }
 
     /// Returns the total service time of the connection's requests on one core (us).
-    pub fn work_us(&self) -> u64 {
+    pub fn total_work_us(&self) -> u64 {
         u64::from(self.request_count) * u64::from(self.service_us)
     }
 }
@@ -207,14 +207,14 @@ impl ArrivalGenerator {
         };
         let (end_us, start_us) = (self.random_below(lifetime_us), self.random_below(self.workload.ramp_up_us));
         let remaining_lifetime_us = end_us.checked_sub(start_us).filter(|remaining_us| *remaining_us > 0)?;
-        self.create_elephant(start_us, remaining_lifetime_us)
+        self.create_elephant_connection(start_us, remaining_lifetime_us)
     }
 
     fn draw_new_elephant(&mut self) -> Option<ConnectionArrival> {
         let (min_lifetime_us, max_lifetime_us) = self.workload.elephant_lifetime_range_us;
         let start_us = self.random_below(self.workload.duration_us);
         let lifetime_us = self.random_between(min_lifetime_us, max_lifetime_us);
-        self.create_elephant(start_us, lifetime_us)
+        self.create_elephant_connection(start_us, lifetime_us)
     }
 
     fn draw_mouse(&mut self) -> Option<ConnectionArrival> {
@@ -224,7 +224,7 @@ impl ArrivalGenerator {
         self.create_arrival_within_log(start_us, request_count, self.workload.mouse_request_interval_us)
     }
 
-    fn create_elephant(&mut self, start_us: u64, lifetime_us: u64) -> Option<ConnectionArrival> {
+    fn create_elephant_connection(&mut self, start_us: u64, lifetime_us: u64) -> Option<ConnectionArrival> {
         let interval_us = self.workload.elephant_request_interval_us();
         self.create_arrival_within_log(start_us, (lifetime_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
@@ -271,7 +271,7 @@ impl ArrivalGenerator {
 }
 
 const ARRIVAL_LOG_MAGIC: &str = "coreward-arrivals 1";
-const COLUMN_NAMES: &str = "start_us source_address source_port requests interval_us service_us";
+const ARRIVAL_COLUMN_NAMES: &str = "start_us source_address source_port requests interval_us service_us";
 
 impl fmt::Display for ArrivalLog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -279,7 +279,7 @@ impl fmt::Display for ArrivalLog {
         writeln!(
             f,
             "{ARRIVAL_LOG_MAGIC} seed={seed} duration_us={duration_us} \
-             source_addresses={source_address_count}\n{COLUMN_NAMES}"
+             source_addresses={source_address_count}\n{ARRIVAL_COLUMN_NAMES}"
         )?;
         for arrival in arrivals {
             let ConnectionArrival {
@@ -298,12 +298,12 @@ impl fmt::Display for ArrivalLog {
 
 /// Error for an invalid line of an arrival log.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("arrival log, line {line}: {found:?}: expected {expected}")]
+#[error("arrival log, line {line_number}: {found_text:?}: expected {expected}")]
 pub struct ArrivalLogError {
     /// Number of the invalid line, counted from 1.
-    pub line: usize,
+    pub line_number: usize,
     /// Text of the invalid line.
-    pub found: String,
+    pub found_text: String,
     /// Description of a valid line.
     pub expected: &'static str,
 }
@@ -317,8 +317,10 @@ impl FromStr for ArrivalLog {
         let mut lines = text.lines().enumerate();
         let (mut log, columns) = (parse_header(lines.next().map_or("", |(_, line)| line))?, lines.next());
         match columns {
-            Some((_, line)) if line == COLUMN_NAMES => {}
-            other_columns => return Err(error_at_line(1, other_columns.map_or("", |(_, line)| line), COLUMN_NAMES)),
+            Some((_, line)) if line == ARRIVAL_COLUMN_NAMES => {}
+            other_columns => {
+                return Err(error_at_line(1, other_columns.map_or("", |(_, line)| line), ARRIVAL_COLUMN_NAMES));
+            }
         }
         let (mut used_address_port_pairs, mut earliest_start_us) = (HashSet::new(), 0);
         for (index, line) in lines {
@@ -348,7 +350,7 @@ impl FromStr for ArrivalLog {
 }
 
 fn error_at_line(index: usize, line_text: &str, expected: &'static str) -> ArrivalLogError {
-    ArrivalLogError { line: index + 1, found: line_text.to_owned(), expected }
+    ArrivalLogError { line_number: index + 1, found_text: line_text.to_owned(), expected }
 }
 
 fn parse_header(line: &str) -> Result<ArrivalLog, ArrivalLogError> {
@@ -446,9 +448,9 @@ mod tests {
         for (lines, expected) in invalid_cases {
             let error = format!("{header}{lines}\n").parse::<ArrivalLog>().unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");
-            assert_eq!(error.line, 2 + lines.lines().count());
+            assert_eq!(error.line_number, 2 + lines.lines().count());
         }
-        assert_eq!("nonsense".parse::<ArrivalLog>().unwrap_err().line, 1);
-        assert_eq!("".parse::<ArrivalLog>().unwrap_err().line, 1);
+        assert_eq!("nonsense".parse::<ArrivalLog>().unwrap_err().line_number, 1);
+        assert_eq!("".parse::<ArrivalLog>().unwrap_err().line_number, 1);
     }
 }

@@ -35,7 +35,7 @@ impl BucketHistory {
     /// Records the servers of the buckets in a new placement table, and returns whether a bucket moved. If no server is
     /// eligible, the buckets keep their last servers. If the number of buckets changes, a new history starts, because
     /// no bucket remains the same.
-    pub fn update(&mut self, new_servers: &[ServerId]) -> bool {
+    pub fn update_bucket_servers(&mut self, new_servers: &[ServerId]) -> bool {
         if new_servers.is_empty() || new_servers == self.current_servers {
             return false;
         }
@@ -81,12 +81,12 @@ mod tests {
     #[test]
     fn history_keeps_only_the_latest_previous_server_of_a_bucket() {
         let mut history = BucketHistory::default();
-        assert!(history.update(&server_ids(&[1, 2, 3, 1])));
+        assert!(history.update_bucket_servers(&server_ids(&[1, 2, 3, 1])));
         assert_eq!(history.previous_servers_if_moved(), []);
-        assert!(!history.update(&server_ids(&[1, 2, 3, 1])));
+        assert!(!history.update_bucket_servers(&server_ids(&[1, 2, 3, 1])));
         // Server 1 leaves, then server 2. Bucket 0 was last at server 2, and bucket 3 moved when server 1 left.
-        assert!(history.update(&server_ids(&[2, 2, 3, 3])));
-        assert!(history.update(&server_ids(&[3, 3, 3, 3])));
+        assert!(history.update_bucket_servers(&server_ids(&[2, 2, 3, 3])));
+        assert!(history.update_bucket_servers(&server_ids(&[3, 3, 3, 3])));
         let previous_server_ids: Vec<u64> =
             history.previous_servers_if_moved().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
         assert_eq!(previous_server_ids, [2, 2, 0, 1]);
@@ -99,11 +99,11 @@ mod tests {
     #[test]
     fn empty_table_keeps_history_but_new_bucket_count_resets_it() {
         let mut history = BucketHistory::default();
-        history.update(&server_ids(&[1, 2]));
-        assert!(!history.update(&[]));
-        history.update(&server_ids(&[2, 2]));
+        history.update_bucket_servers(&server_ids(&[1, 2]));
+        assert!(!history.update_bucket_servers(&[]));
+        history.update_bucket_servers(&server_ids(&[2, 2]));
         assert_eq!(history.previous_servers(), [Some(server_ids(&[1])[0]), None]);
-        assert!(history.update(&server_ids(&[2, 2, 2, 2])));
+        assert!(history.update_bucket_servers(&server_ids(&[2, 2, 2, 2])));
         assert_eq!((history.previous_servers_if_moved(), history.previous_servers().len()), (Vec::new(), 4));
         assert_eq!(BucketHistory::from_stored(server_ids(&[1]), vec![]), None);
     }

@@ -21,9 +21,9 @@ use crate::tuple::address_from_words;
 
 /// Number of entries in a connection table, a power of two from 1,024 to 4,194,304.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TableSize(u32);
+pub struct ConnectionTableSize(u32);
 
-/// Error returned for a number of entries that [`TableSize`] does not allow.
+/// Error returned for a number of entries that [`ConnectionTableSize`] does not allow.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0} entries of the connection table: expected a power of two from {min} to {max}",
@@ -32,7 +32,7 @@ pub struct TableSize(u32);
 )]
 pub struct InvalidTableSize(pub u64);
 
-impl TableSize {
+impl ConnectionTableSize {
     /// Returns the number of entries in the table.
     pub fn entry_count(self) -> u32 {
         self.0
@@ -45,7 +45,7 @@ impl TableSize {
 
     /// Returns the indexes of all entries in memory order.
     pub fn entry_indexes(self) -> impl Iterator<Item = ConnectionIndex> {
-        (0..self.0).map(move |position| self.index_at(position))
+        (0..self.0).map(move |position| self.index_at_position(position))
     }
 
     /// Returns the index of the entry at `position` in memory. Slot 0 of all partitions precedes slot 1 of all
@@ -54,18 +54,18 @@ impl TableSize {
     /// Partitions use their low slots first, so this order keeps the used entries close together on few pages, whatever
     /// the table's size. For example, 16,384 connections in a table of 2 million entries are on 256 pages. If each
     /// partition's slots were adjacent, they would be on 2,048 pages, more than the CPU's second-level TLB holds.
-    pub fn index_at(self, position: u32) -> ConnectionIndex {
+    pub fn index_at_position(self, position: u32) -> ConnectionIndex {
         ConnectionIndex::new(position % self.partition_count(), position / self.partition_count())
     }
 }
 
-impl Default for TableSize {
+impl Default for ConnectionTableSize {
     fn default() -> Self {
         Self(intf::DEFAULT_CONNECTION_TABLE_ENTRIES)
     }
 }
 
-impl TryFrom<u64> for TableSize {
+impl TryFrom<u64> for ConnectionTableSize {
     type Error = InvalidTableSize;
 
     fn try_from(entry_count: u64) -> Result<Self, Self::Error> {
@@ -86,7 +86,7 @@ impl ConnectionIndex {
     }
 
     /// Returns the entry's position in the memory of a table with size `size`.
-    pub fn position(self, size: TableSize) -> u32 {
+    pub fn position(self, size: ConnectionTableSize) -> u32 {
         self.slot() * size.partition_count() + self.partition()
     }
 
@@ -169,12 +169,12 @@ impl ConnectionHash {
     }
 
     /// Returns the partition of the connection's entry, which the low bits of the hash select.
-    pub fn partition(self, size: TableSize) -> u32 {
+    pub fn partition(self, size: ConnectionTableSize) -> u32 {
         self.0 as u32 & (size.partition_count() - 1)
     }
 
     /// Returns the tag, the upper half of the hash, which distinguishes the connections of a partition.
-    pub fn tag(self) -> u32 {
+    pub fn entry_tag(self) -> u32 {
         (self.0 >> intf::CONNECTION_TAG_SHIFT) as u32
     }
 
@@ -216,15 +216,15 @@ const FREE_ENTRIES_PER_SOURCE_ENTRY: u32 = 4;
 /// Returns the maximum number of table entries that the clients of one source prefix may hold. It is a quarter of the
 /// free entries, so `n` prefixes leave at least 4 / (n + 4) of the table to others. Each prefix may always hold an
 /// equal share of the table.
-pub fn max_entries_per_source_prefix(size: TableSize, used_entry_count: u32) -> u32 {
+pub fn max_entries_per_source_prefix(size: ConnectionTableSize, used_entry_count: u32) -> u32 {
     let free_entry_count = size.entry_count().saturating_sub(used_entry_count);
     (free_entry_count / FREE_ENTRIES_PER_SOURCE_ENTRY).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
 }
 
 /// Identity of a used entry, which one 64-bit word holds. It has all fields of the entry on which forwarding depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EntryIdentity {
-    /// Tag of the connection, as returned by [`ConnectionHash::tag`].
+pub struct TableEntryIdentity {
+    /// Tag of the connection, as returned by [`ConnectionHash::entry_tag`].
     pub tag: u32,
     /// Generation of the entry, which counts its uses modulo 2^7.
     pub generation: u16,
@@ -234,7 +234,7 @@ pub struct EntryIdentity {
     pub server: ServerId,
 }
 
-impl EntryIdentity {
+impl TableEntryIdentity {
     /// Returns the word that encodes the identity (`connection.identity` of `bpf/include/intf.h`).
     pub fn to_word(self) -> u64 {
         u64::from(self.tag) << intf::CONNECTION_TAG_SHIFT
@@ -286,7 +286,7 @@ pub struct Connection {
     /// Index of the connection's entry in the connection table.
     pub index: ConnectionIndex,
     /// Identity of the entry, which has its connection's tag, service and server.
-    pub identity: EntryIdentity,
+    pub identity: TableEntryIdentity,
     /// Address and port of the client.
     pub client: SocketAddr,
     /// Number of packets from the client, without retransmitted SYNs.
@@ -306,7 +306,7 @@ impl Connection {
     pub fn from_entry(index: ConnectionIndex, entry: &intf::connection) -> Option<Self> {
         Some(Self {
             index,
-            identity: EntryIdentity::from_word(entry.identity)?,
+            identity: TableEntryIdentity::from_word(entry.identity)?,
             client: SocketAddr::new(address_from_words(entry.client_address), u16::from_be(entry.client_port)),
             packet_count: entry.packets,
             byte_count: entry.bytes,
@@ -348,7 +348,7 @@ pub fn heaviest_connections(
 ///
 /// A FIN or RST only shortens the time, because either may be forged, a FIN is only half a close, and the server's
 /// TIME-WAIT follows. An expired entry is therefore freed only if the server's agent finds no socket of the connection,
-/// or the server is gone. Entries without a second packet are the exception ([`ExpiryReason::HalfOpen`]).
+/// or the server is gone. Entries without a second packet are the exception ([`ConnectionExpiryReason::HalfOpen`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionTimeouts {
     /// Maximum time from the SYN to the second packet of a connection.
@@ -369,7 +369,7 @@ impl Default for ConnectionTimeouts {
 
 /// Reason for which an entry of the connection table may be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ExpiryReason {
+pub enum ConnectionExpiryReason {
     /// The server of the connection left the fleet.
     ServerGone,
     /// Only a SYN arrived, most likely from a SYN flood. The entry is freed without a query to the server. If the
@@ -381,10 +381,10 @@ pub enum ExpiryReason {
     Idle,
 }
 
-impl ExpiryReason {
+impl ConnectionExpiryReason {
     /// Returns whether the server must be queried before the entry is freed.
     pub fn needs_server_query(self) -> bool {
-        matches!(self, ExpiryReason::Closing | ExpiryReason::Idle)
+        matches!(self, ConnectionExpiryReason::Closing | ConnectionExpiryReason::Idle)
     }
 }
 
@@ -421,14 +421,14 @@ impl ConnectionTimeouts {
         connection: &Connection,
         is_server_known: bool,
         now: ClockTicks,
-    ) -> Option<ExpiryReason> {
+    ) -> Option<ConnectionExpiryReason> {
         if !is_server_known {
-            return Some(ExpiryReason::ServerGone);
+            return Some(ConnectionExpiryReason::ServerGone);
         }
         let (timeout, reason) = match connection {
-            Connection { packet_count: 0..=1, .. } => (self.half_open, ExpiryReason::HalfOpen),
-            Connection { is_closing: true, .. } => (self.closing, ExpiryReason::Closing),
-            _ => (self.idle, ExpiryReason::Idle),
+            Connection { packet_count: 0..=1, .. } => (self.half_open, ConnectionExpiryReason::HalfOpen),
+            Connection { is_closing: true, .. } => (self.closing, ConnectionExpiryReason::Closing),
+            _ => (self.idle, ConnectionExpiryReason::Idle),
         };
         (now.saturating_duration_since(connection.last_packet_at) >= timeout).then_some(reason)
     }
@@ -440,11 +440,11 @@ mod tests {
 
     use super::*;
 
-    fn connection(packet_count: u64, is_closing: bool, last_seen_ticks: u32) -> Connection {
+    fn build_connection(packet_count: u64, is_closing: bool, last_seen_ticks: u32) -> Connection {
         let server = ServerId::try_from(7).unwrap();
         Connection {
             index: ConnectionIndex::new(1, 2),
-            identity: EntryIdentity { tag: 1, generation: 2, service_slot: 3, server },
+            identity: TableEntryIdentity { tag: 1, generation: 2, service_slot: 3, server },
             client: SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 1),
             packet_count,
             byte_count: 0,
@@ -459,8 +459,9 @@ mod tests {
         fn entry_identity_round_trips(
             tag: u32, generation in 0u16..128, service_slot in 0u16..1024, id in 0u64..16_384,
         ) {
-            let identity = EntryIdentity { tag, generation, service_slot, server: ServerId::try_from(id).unwrap() };
-            prop_assert_eq!(EntryIdentity::from_word(identity.to_word()), Some(identity));
+            let identity =
+                TableEntryIdentity { tag, generation, service_slot, server: ServerId::try_from(id).unwrap() };
+            prop_assert_eq!(TableEntryIdentity::from_word(identity.to_word()), Some(identity));
         }
 
         #[test]
@@ -477,7 +478,7 @@ mod tests {
         fn heaviest_connections_come_first_in_a_full_sort(
             packets in proptest::collection::vec(0u64..50, 0..200), count in 0usize..20,
         ) {
-            let connections: Vec<_> = packets.iter().map(|packets| connection(*packets, false, 0)).collect();
+            let connections: Vec<_> = packets.iter().map(|packets| build_connection(*packets, false, 0)).collect();
             let heaviest = heaviest_connections(connections.iter().copied(), count,
                 |connection| connection.packet_count);
             let mut expected_packet_counts = packets;
@@ -490,10 +491,10 @@ mod tests {
 
     #[test]
     fn table_size_must_be_a_power_of_two_in_range() {
-        assert_eq!(TableSize::try_from(1024).unwrap().partition_count(), 1);
-        assert_eq!(TableSize::try_from(4_194_304).unwrap().partition_count(), 4096);
+        assert_eq!(ConnectionTableSize::try_from(1024).unwrap().partition_count(), 1);
+        assert_eq!(ConnectionTableSize::try_from(4_194_304).unwrap().partition_count(), 4096);
         for invalid_size in [0, 512, 1025, 3000, 8_388_608, 1 << 40] {
-            let error = TableSize::try_from(invalid_size).unwrap_err().to_string();
+            let error = ConnectionTableSize::try_from(invalid_size).unwrap_err().to_string();
             let expected_error =
                 format!("{invalid_size} entries of the connection table: expected a power of two from 1024 to 4194304");
             assert_eq!(error, expected_error);
@@ -506,10 +507,10 @@ mod tests {
 
     #[test]
     fn source_prefix_may_hold_a_quarter_of_the_free_entries() {
-        let table_size = TableSize::default();
+        let table_size = ConnectionTableSize::default();
         let source_prefix_limit = |used_entry_count| max_entries_per_source_prefix(table_size, used_entry_count);
         assert_eq!([0, 131_072, 262_143, 262_144].map(source_prefix_limit), [65_536, 32_768, 64, 64]);
-        assert_eq!(max_entries_per_source_prefix(TableSize::try_from(1024).unwrap(), 1024), 1);
+        assert_eq!(max_entries_per_source_prefix(ConnectionTableSize::try_from(1024).unwrap(), 1024), 1);
     }
 
     #[test]
@@ -518,10 +519,10 @@ mod tests {
         let expiry_reason_at = |connection, now_ticks| timeouts.expiry_reason(&connection, true, ClockTicks(now_ticks));
         let start_ticks = u32::MAX - 50;
         for (connection, elapsed_ticks, reason) in [
-            (connection(1, false, start_ticks), 100, ExpiryReason::HalfOpen),
-            (connection(1, true, start_ticks), 100, ExpiryReason::HalfOpen),
-            (connection(2, true, start_ticks), 600, ExpiryReason::Closing),
-            (connection(2, false, start_ticks), 3000, ExpiryReason::Idle),
+            (build_connection(1, false, start_ticks), 100, ConnectionExpiryReason::HalfOpen),
+            (build_connection(1, true, start_ticks), 100, ConnectionExpiryReason::HalfOpen),
+            (build_connection(2, true, start_ticks), 600, ConnectionExpiryReason::Closing),
+            (build_connection(2, false, start_ticks), 3000, ConnectionExpiryReason::Idle),
         ] {
             assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_add(elapsed_ticks - 1)), None);
             assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_add(elapsed_ticks)), Some(reason));
@@ -529,11 +530,16 @@ mod tests {
             assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_sub(5)), None);
         }
         assert_eq!(
-            timeouts.expiry_reason(&connection(9, false, start_ticks), false, ClockTicks(start_ticks)),
-            Some(ExpiryReason::ServerGone)
+            timeouts.expiry_reason(&build_connection(9, false, start_ticks), false, ClockTicks(start_ticks)),
+            Some(ConnectionExpiryReason::ServerGone)
         );
-        let needs_query = [ExpiryReason::ServerGone, ExpiryReason::HalfOpen, ExpiryReason::Closing, ExpiryReason::Idle]
-            .map(ExpiryReason::needs_server_query);
+        let needs_query = [
+            ConnectionExpiryReason::ServerGone,
+            ConnectionExpiryReason::HalfOpen,
+            ConnectionExpiryReason::Closing,
+            ConnectionExpiryReason::Idle,
+        ]
+        .map(ConnectionExpiryReason::needs_server_query);
         assert_eq!(needs_query, [false, false, true, true]);
     }
 }

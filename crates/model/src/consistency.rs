@@ -3,12 +3,12 @@
 use coreward_intf as intf;
 
 use crate::ServerId;
-use crate::forwarding::Forwarding;
+use crate::forwarding::ForwardingMode;
 use crate::tuple::{Protocol, ServerIdOutOfRange};
 
 /// Method by which packets find the server of their connection (`enum consistency` of `bpf/include/intf.h`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Consistency {
+pub enum ConsistencyMode {
     /// The cookie has the server's id, so the load balancer needs no memory (Cheetah, NSDI'20, Sect. 3.2).
     #[default]
     Stateless,
@@ -23,10 +23,15 @@ pub enum Consistency {
     Beamer,
 }
 
-impl Consistency {
+impl ConsistencyMode {
     /// All consistency modes in the order of `enum consistency`.
-    pub const ALL: [Consistency; intf::CONSISTENCY_COUNT as usize] =
-        [Consistency::Stateless, Consistency::Stateful, Consistency::None, Consistency::HashTable, Consistency::Beamer];
+    pub const ALL: [ConsistencyMode; intf::CONSISTENCY_COUNT as usize] = [
+        ConsistencyMode::Stateless,
+        ConsistencyMode::Stateful,
+        ConsistencyMode::None,
+        ConsistencyMode::HashTable,
+        ConsistencyMode::Beamer,
+    ];
 
     /// Returns the mode's value in `enum consistency`.
     pub fn bpf_number(self) -> u32 {
@@ -42,14 +47,14 @@ impl Consistency {
 /// Error returned for the name of an unknown consistency mode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("consistency {0:?} is not known: expected \"stateless\", \"stateful\", \"none\", \"hash-table\" or \"beamer\"")]
-pub struct UnknownConsistency(pub String);
+pub struct UnknownConsistencyMode(pub String);
 
-impl std::str::FromStr for Consistency {
-    type Err = UnknownConsistency;
+impl std::str::FromStr for ConsistencyMode {
+    type Err = UnknownConsistencyMode;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
         let matching_mode = Self::ALL.into_iter().find(|consistency| consistency.name() == name);
-        matching_mode.ok_or_else(|| UnknownConsistency(name.to_owned()))
+        matching_mode.ok_or_else(|| UnknownConsistencyMode(name.to_owned()))
     }
 }
 
@@ -129,19 +134,19 @@ const HANDED_OVER_TO_KEY: &str = "handed_over_to";
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceSettings {
     /// Consistency mode of the service.
-    pub consistency: Consistency,
+    pub consistency: ConsistencyMode,
     /// Component that writes the cookies into the TCP timestamps.
     pub timestamps: TimestampOrigin,
     /// Migration of the service that is in progress, if any.
     pub migration: Option<ServiceMigration>,
     /// Method by which the load balancer forwards packets to servers.
-    pub forwarding: Forwarding,
+    pub forwarding: ForwardingMode,
 }
 
 impl ServiceSettings {
     /// Returns whether packets of the service may carry a cookie that identifies their server.
     pub fn has_cookies(self) -> bool {
-        matches!(self.consistency, Consistency::Stateless | Consistency::Stateful)
+        matches!(self.consistency, ConsistencyMode::Stateless | ConsistencyMode::Stateful)
     }
 
     /// Returns whether servers write cookies into the timestamps of the service's packets.
@@ -167,9 +172,9 @@ impl ServiceSettings {
             return false;
         }
         match self.consistency {
-            Consistency::Stateless | Consistency::Stateful => self.timestamps != TimestampOrigin::LoadBalancer,
-            Consistency::HashTable => true,
-            Consistency::None | Consistency::Beamer => false,
+            ConsistencyMode::Stateless | ConsistencyMode::Stateful => self.timestamps != TimestampOrigin::LoadBalancer,
+            ConsistencyMode::HashTable => true,
+            ConsistencyMode::None | ConsistencyMode::Beamer => false,
         }
     }
 
@@ -177,13 +182,13 @@ impl ServiceSettings {
     /// stamping, servers have no program that reads the id. In a migration, all packets carry the other load balancer's
     /// id.
     pub fn carries_previous_server_id(self) -> bool {
-        self.consistency == Consistency::Beamer
+        self.consistency == ConsistencyMode::Beamer
             || self.has_cookies() && self.timestamps == TimestampOrigin::Off
             || self.migration.is_some()
     }
 
     /// Returns the name and the value of each setting, for messages.
-    pub fn settings(self) -> Vec<(&'static str, String)> {
+    pub fn setting_pairs(self) -> Vec<(&'static str, String)> {
         let mut settings = vec![
             (CONSISTENCY_KEY, self.consistency.name()),
             (TIMESTAMPS_KEY, self.timestamps.name().to_owned()),
@@ -196,7 +201,7 @@ impl ServiceSettings {
         settings
     }
 
-    /// Returns the settings with these names and values, as the inverse of [`ServiceSettings::settings`]. Absent
+    /// Returns the settings with these names and values, as the inverse of [`ServiceSettings::setting_pairs`]. Absent
     /// settings have their defaults. Fails if a setting is unknown, because packets must not be forwarded in another
     /// mode than requested.
     pub fn from_settings<'a>(
@@ -257,8 +262,8 @@ impl ServiceSettings {
             intf::SERVICE_ADOPTED => Some(ServiceMigration::AdoptedFrom(other_balancer)),
             _ => Some(ServiceMigration::HandedOverTo(other_balancer)),
         };
-        let consistency = *Consistency::ALL.get(consistency as usize)?;
-        let decoded_settings = Self { consistency, timestamps, migration, forwarding: Forwarding::default() };
+        let consistency = *ConsistencyMode::ALL.get(consistency as usize)?;
+        let decoded_settings = Self { consistency, timestamps, migration, forwarding: ForwardingMode::default() };
         (decoded_settings.service_slot_bits() == bits).then_some(decoded_settings)
     }
 
@@ -267,7 +272,7 @@ impl ServiceSettings {
         match protocol {
             Protocol::Tcp => Self::default(),
             Protocol::Udp => {
-                Self { consistency: Consistency::HashTable, timestamps: TimestampOrigin::Off, ..Self::default() }
+                Self { consistency: ConsistencyMode::HashTable, timestamps: TimestampOrigin::Off, ..Self::default() }
             }
         }
     }
@@ -290,10 +295,10 @@ fn parse_server_id(key: &str, value: &str) -> Result<ServerId, InvalidModeSettin
 mod tests {
     use super::*;
 
-    fn all_modes() -> Vec<ServiceSettings> {
+    fn service_settings_combinations() -> Vec<ServiceSettings> {
         let other_balancer = ServerId::try_from(16_383).unwrap();
         let mut modes = Vec::new();
-        for consistency in Consistency::ALL {
+        for consistency in ConsistencyMode::ALL {
             for timestamps in [TimestampOrigin::Server, TimestampOrigin::Off, TimestampOrigin::LoadBalancer] {
                 for migration in [
                     None,
@@ -302,7 +307,7 @@ mod tests {
                 ] {
                     let mode_with_forwarding =
                         |forwarding| ServiceSettings { consistency, timestamps, migration, forwarding };
-                    modes.extend(Forwarding::ALL.map(mode_with_forwarding));
+                    modes.extend(ForwardingMode::ALL.map(mode_with_forwarding));
                 }
             }
         }
@@ -311,8 +316,8 @@ mod tests {
 
     #[test]
     fn service_mode_settings_round_trip() {
-        for mode in all_modes() {
-            let settings = mode.settings();
+        for mode in service_settings_combinations() {
+            let settings = mode.setting_pairs();
             let name_value_pairs = settings.iter().map(|(key, value)| (*key, value.as_str()));
             assert_eq!(ServiceSettings::from_settings(name_value_pairs), Ok(mode));
         }
@@ -334,8 +339,8 @@ mod tests {
 
     #[test]
     fn service_slot_bits_round_trip() {
-        for mode in all_modes() {
-            let expected_mode = ServiceSettings { forwarding: Forwarding::default(), ..mode };
+        for mode in service_settings_combinations() {
+            let expected_mode = ServiceSettings { forwarding: ForwardingMode::default(), ..mode };
             assert_eq!(ServiceSettings::from_service_slot_bits(mode.service_slot_bits()), Some(expected_mode));
         }
         for invalid_bits in
@@ -351,15 +356,19 @@ mod tests {
 
     #[test]
     fn mode_names_round_trip() {
-        for consistency in Consistency::ALL {
+        for consistency in ConsistencyMode::ALL {
             assert_eq!(consistency.name().parse(), Ok(consistency));
         }
-        assert_eq!(Consistency::HashTable.name(), "hash-table");
+        assert_eq!(ConsistencyMode::HashTable.name(), "hash-table");
         for timestamps in [TimestampOrigin::Server, TimestampOrigin::LoadBalancer, TimestampOrigin::Off] {
             assert_eq!(timestamps.name().parse(), Ok(timestamps));
         }
         assert!(
-            "sticky".parse::<Consistency>().unwrap_err().to_string().starts_with("consistency \"sticky\" is not known")
+            "sticky"
+                .parse::<ConsistencyMode>()
+                .unwrap_err()
+                .to_string()
+                .starts_with("consistency \"sticky\" is not known")
         );
     }
 }

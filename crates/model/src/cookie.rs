@@ -58,19 +58,19 @@ pub struct FleetCookieKeys {
     /// The two keys. Cookies made with either key are always accepted.
     pub keys: [CookieKey; 2],
     /// Index of the key with which new cookies are stamped.
-    pub current_key_index: KeyIndex,
+    pub current_key_index: CookieKeyIndex,
 }
 
 /// Index of one of a fleet's two cookie keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KeyIndex {
+pub enum CookieKeyIndex {
     /// The key of cookies whose key bit is 0.
     First,
     /// The key of cookies whose key bit is 1.
     Second,
 }
 
-impl KeyIndex {
+impl CookieKeyIndex {
     /// Returns the index as a number, 0 or 1.
     pub fn get(self) -> usize {
         self as usize
@@ -79,8 +79,8 @@ impl KeyIndex {
     /// Returns the index of the other key.
     pub fn other_index(self) -> Self {
         match self {
-            KeyIndex::First => KeyIndex::Second,
-            KeyIndex::Second => KeyIndex::First,
+            CookieKeyIndex::First => CookieKeyIndex::Second,
+            CookieKeyIndex::Second => CookieKeyIndex::First,
         }
     }
 }
@@ -114,7 +114,7 @@ pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
     match (tuple.client(), tuple.vip()) {
         (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
-            let hash_input = socket_word(client) ^ socket_word(vip).wrapping_mul(key.vip_factor()) >> 8;
+            let hash_input = socket_address_word(client) ^ socket_address_word(vip).wrapping_mul(key.vip_factor()) >> 8;
             hasher.write(&hash_input.to_le_bytes()[..7]);
         }
         (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
@@ -128,7 +128,7 @@ pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
 }
 
 /// Returns an IPv4 address and its port, both in network byte order, packed into one word.
-fn socket_word(socket: SocketAddrV4) -> u64 {
+fn socket_address_word(socket: SocketAddrV4) -> u64 {
     u64::from(u32::from_le_bytes(socket.ip().octets())) | u64::from(socket.port().to_be()) << 32
 }
 
@@ -163,7 +163,7 @@ pub fn stamp_tsval(
         Cookie::Server(id) => id.get(),
         Cookie::TableIndex(index) => index & intf::COOKIE_ID_MASK as u16 | intf::COOKIE_KIND_BIT as u16,
     };
-    let key_bit = if keys.current_key_index == KeyIndex::Second { intf::COOKIE_KEY_BIT } else { 0 };
+    let key_bit = if keys.current_key_index == CookieKeyIndex::Second { intf::COOKIE_KEY_BIT } else { 0 };
     let hash = cookie_hash(&keys.keys[keys.current_key_index.get()], tuple);
     let cookie_part = KeyedPermutation::COOKIE.hide(hash, plain_cookie.into()) | key_bit;
     let time_part = (server_tsval_ms as u16).wrapping_add(time_part_addend(time_key, tuple));
@@ -208,7 +208,7 @@ mod tests {
 
     use super::*;
 
-    fn four_tuple(client_address: u32, port: u16) -> FourTuple {
+    fn build_four_tuple(client_address: u32, port: u16) -> FourTuple {
         FourTuple::ipv4((Ipv4Addr::from(client_address), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
     }
 
@@ -229,10 +229,10 @@ mod tests {
         }
     }
 
-    fn fleet_keys(key_words: [u64; 4], is_second_current: bool) -> FleetCookieKeys {
+    fn build_fleet_keys(key_words: [u64; 4], is_second_current: bool) -> FleetCookieKeys {
         FleetCookieKeys {
             keys: [CookieKey { k0: key_words[0], k1: key_words[1] }, CookieKey { k0: key_words[2], k1: key_words[3] }],
-            current_key_index: if is_second_current { KeyIndex::Second } else { KeyIndex::First },
+            current_key_index: if is_second_current { CookieKeyIndex::Second } else { CookieKeyIndex::First },
         }
     }
 
@@ -243,13 +243,13 @@ mod tests {
             id in 0u64..16_384, sent_ms: u32, age_ms in 0u32..65_000,
         ) {
             let (keys, time_key) =
-                (fleet_keys(k, is_second_current), CookieKey { k0: time_key_words[0], k1: time_key_words[1] });
-            let tuple = four_tuple(client, port);
+                (build_fleet_keys(k, is_second_current), CookieKey { k0: time_key_words[0], k1: time_key_words[1] });
+            let tuple = build_four_tuple(client, port);
             let server = ServerId::try_from(id).unwrap();
             let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(server), sent_ms);
             prop_assert_ne!(stamped_tsval, 0);
             // The key that stamps may have changed meanwhile, but the key bit of TSecr selects the right one.
-            let keys_after_rotation = FleetCookieKeys { current_key_index: KeyIndex::First, ..keys };
+            let keys_after_rotation = FleetCookieKeys { current_key_index: CookieKeyIndex::First, ..keys };
             prop_assert_eq!(decode_cookie(&keys_after_rotation, &tuple, stamped_tsval), Cookie::Server(server));
             let restored_tsval = restore_tsval(decode_time_part(&time_key, &tuple, stamped_tsval),
                 sent_ms.wrapping_add(age_ms));
@@ -260,8 +260,8 @@ mod tests {
     #[test]
     fn stamped_tsval_is_never_zero() {
         // With these keys and this tuple, the plain stamp would be 0, because id and time are chosen from the masks.
-        let keys = fleet_keys([1, 2, 3, 4], false);
-        let tuple = four_tuple(0x0a01_0007, 40312);
+        let keys = build_fleet_keys([1, 2, 3, 4], false);
+        let tuple = build_four_tuple(0x0a01_0007, 40312);
         let time_key = CookieKey { k0: 5, k1: 6 };
         let cookie = decode_cookie(&keys, &tuple, 0);
         let server_tsval_ms = u32::from(time_part_addend(&time_key, &tuple).wrapping_neg());

@@ -1,6 +1,6 @@
 //! Simulated fleet in virtual time. Agents report loads, the controller computes tables, the load balancer places
 //! connections, and RSS selects the core. All decisions are made by the product's code. The caller serves packets or
-//! requests ([`crate::replay_for_variances`] for arrival logs, the simulator for traces).
+//! requests ([`crate::replay::replay_for_variances`] for arrival logs, the simulator for traces).
 //! The network has no delay, so a report arrives, and its table becomes active, at the time of the measurement. Reports
 //! The network has no delay, so a report arrives, and its table becomes active, at the time of the measurement. Reports
 //! may be older than the table, because agents do not all report at once
@@ -9,9 +9,9 @@
 
 use std::sync::Arc;
 
-use crate::load::{CoreReadings, LoadTracker, SmoothingWeight};
-use crate::placement::{BucketCount, PlacementState, PlacementTable};
-use crate::policy::{Policy, Pool, PoolServer, RackSummary, ServerLoads};
+use crate::load::{CoreLoadTracker, CoreReadings, SmoothingWeight};
+use crate::placement::{BucketCount, PlacementTable, PlacementTableState};
+use crate::policy::{Policy, PoolServer, RackSummary, ServerLoads, ServerPool};
 use crate::rss::{IndirectionTable, IndirectionTableError, RssConfig, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
@@ -46,14 +46,14 @@ pub struct FleetPlan {
 pub struct SimulatedCluster {
     plan: FleetPlan,
     rss_configs: Vec<RssConfig>,
-    load_trackers: Vec<LoadTracker>,
+    load_trackers: Vec<CoreLoadTracker>,
     placement_table: PlacementTable,
-    placement_state: PlacementState,
+    placement_state: PlacementTableState,
     report_sequence: u64,
     /// Number of connections placed since the previous report.
     new_connection_count: u64,
     /// RSS keys used so far, each with its precomputed Toeplitz tables. The first one is the fleet's key.
-    hashers: Vec<(RssKey, ToeplitzTables)>,
+    rss_hashers: Vec<(RssKey, ToeplitzTables)>,
     /// For each group of the active placement table, the index of its RSS key in `hashers`.
     hasher_index_by_group: Vec<usize>,
     /// Whether each server, by its position in the plan, gets new connections from the next table on.
@@ -128,12 +128,12 @@ impl SimulatedCluster {
         };
         Ok(Self {
             rss_configs: plan.servers.iter().map(rss_config_for).collect::<Result<_, _>>()?,
-            load_trackers: vec![LoadTracker::default(); plan.servers.len()],
+            load_trackers: vec![CoreLoadTracker::default(); plan.servers.len()],
             placement_table: PlacementTable::empty(plan.bucket_count),
-            placement_state: PlacementState::default(),
+            placement_state: PlacementTableState::default(),
             report_sequence: 0,
             new_connection_count: 0,
-            hashers: vec![(plan.rss_key.clone(), plan.rss_key.toeplitz_tables())],
+            rss_hashers: vec![(plan.rss_key.clone(), plan.rss_key.toeplitz_tables())],
             hasher_index_by_group: Vec::new(),
             eligible_by_position: vec![true; plan.servers.len()],
             counts_placements_as_requests: false,
@@ -149,11 +149,11 @@ impl SimulatedCluster {
     }
 
     /// Sets whether the server at position `server_position` takes new connections from the next report on.
-    pub fn set_eligible(&mut self, server_position: usize, is_eligible: bool) {
+    pub fn set_server_eligible(&mut self, server_position: usize, is_eligible: bool) {
         self.eligible_by_position[server_position] = is_eligible;
     }
 
-    /// Makes each placement count as one request, as [`Pool::counting_placements_as_requests`] does.
+    /// Makes each placement count as one request, as [`ServerPool::counting_placements_as_requests`] does.
     pub fn enable_counting_placements_as_requests(&mut self) {
         self.counts_placements_as_requests = true;
     }
@@ -226,7 +226,7 @@ impl SimulatedCluster {
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
             is_eligible: self.eligible_by_position[position],
-            loads: self.load_trackers[position].loads().cloned().map(ServerLoads::Local),
+            loads: self.load_trackers[position].smoothed_loads().cloned().map(ServerLoads::Local),
             rss: Some(self.rss_configs[position].clone()),
             open_connection_count: open_connections[position],
             ..PoolServer::new(*id)
@@ -234,7 +234,7 @@ impl SimulatedCluster {
         let servers: Vec<PoolServer> = servers.collect();
         let pool = match &mut self.rack_controllers {
             Some(rack_controllers) => rack_controllers.build_pool(servers, self.plan.bucket_count),
-            None => Pool::new(servers, 1),
+            None => ServerPool::new(servers, 1),
         };
         let pool = pool.with_opened_connections(std::mem::take(&mut self.new_connection_count));
         let pool = if self.counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool };
@@ -244,16 +244,16 @@ impl SimulatedCluster {
     /// Activates a placement table as the data plane does. Its counts of assigned connections start at 0, and the
     /// round-robin counter continues.
     pub fn install_table(&mut self, table: PlacementTable) {
-        self.placement_state = PlacementState {
+        self.placement_state = PlacementTableState {
             round_robin_counter: self.placement_state.round_robin_counter,
-            ..PlacementState::for_table(&table)
+            ..PlacementTableState::for_table(&table)
         };
         self.hasher_index_by_group.clear();
         for key in &table.rss_key_by_group {
-            let known_hasher_index = self.hashers.iter().position(|(known_key, _)| known_key == key);
+            let known_hasher_index = self.rss_hashers.iter().position(|(known_key, _)| known_key == key);
             let hasher_index = known_hasher_index.unwrap_or_else(|| {
-                self.hashers.push((key.clone(), key.toeplitz_tables()));
-                self.hashers.len() - 1
+                self.rss_hashers.push((key.clone(), key.toeplitz_tables()));
+                self.rss_hashers.len() - 1
             });
             self.hasher_index_by_group.push(hasher_index);
         }
@@ -265,25 +265,25 @@ impl SimulatedCluster {
     pub fn place_connection(&mut self, connection: &FourTuple) -> usize {
         self.new_connection_count += 1;
         let bytes = connection.bytes();
-        let (hashers, hasher_index_by_group) = (&self.hashers, &self.hasher_index_by_group);
-        let hash_for_group = |group: usize| hashers[hasher_index_by_group[group]].1.hash(&bytes);
+        let (hashers, hasher_index_by_group) = (&self.rss_hashers, &self.hasher_index_by_group);
+        let hash_for_group = |group: usize| hashers[hasher_index_by_group[group]].1.hash_four_tuple(&bytes);
         let server = self
             .placement_table
             .select_server_by_hash(&mut self.placement_state, hash_for_group)
             .expect("a table in which all are eligible");
         let position = self.plan.servers.binary_search(&server).expect("a server of the fleet");
-        self.core_index(position, self.hashers[0].1.hash(&bytes))
+        self.core_index_for_hash(position, self.rss_hashers[0].1.hash_four_tuple(&bytes))
     }
 
     /// Returns, for each server in order, the index of the core that the connection would reach on it.
     pub fn reachable_core_indexes(&self, connection: &FourTuple) -> impl Iterator<Item = usize> {
-        let hash = self.hashers[0].1.hash(&connection.bytes());
-        (0..self.rss_configs.len()).map(move |position| self.core_index(position, hash))
+        let hash = self.rss_hashers[0].1.hash_four_tuple(&connection.bytes());
+        (0..self.rss_configs.len()).map(move |position| self.core_index_for_hash(position, hash))
     }
 
     /// Returns the RSS hash of the connection, which is the same at every NIC of the fleet.
     pub fn rss_hash(&self, connection: &FourTuple) -> u32 {
-        self.hashers[0].1.hash(&connection.bytes())
+        self.rss_hashers[0].1.hash_four_tuple(&connection.bytes())
     }
 
     /// Returns the indirection table of the server at position `server_position`.
@@ -291,7 +291,7 @@ impl SimulatedCluster {
         &self.rss_configs[server_position].indirection_table
     }
 
-    fn core_index(&self, server_position: usize, rss_hash: u32) -> usize {
+    fn core_index_for_hash(&self, server_position: usize, rss_hash: u32) -> usize {
         server_position * usize::from(self.plan.cores_per_server)
             + usize::from(self.rss_configs[server_position].indirection_table.queue_for_hash(rss_hash))
     }
@@ -299,16 +299,17 @@ impl SimulatedCluster {
 
 impl RackControllers {
     /// Returns the controller's pool of servers, with a summary of each rack.
-    fn build_pool(&mut self, servers: Vec<PoolServer>, bucket_count: BucketCount) -> Pool {
+    fn build_pool(&mut self, servers: Vec<PoolServer>, bucket_count: BucketCount) -> ServerPool {
         let rack_count = self.policies.len();
         let first_server_position = |rack: usize| rack * servers.len() / rack_count;
         let summaries = self.policies.iter_mut().enumerate().map(|(rack, policy)| {
-            let pool = Pool::new(servers[first_server_position(rack)..first_server_position(rack + 1)].to_vec(), 1);
+            let pool =
+                ServerPool::new(servers[first_server_position(rack)..first_server_position(rack + 1)].to_vec(), 1);
             Arc::new(RackSummary::from_pool(&pool, policy.as_mut(), bucket_count, self.max_candidates_per_bucket))
         });
         let summaries = summaries.collect();
         let servers = servers.into_iter().map(|server| PoolServer { loads: None, ..server });
-        Pool::new(servers.collect(), 1).with_rack_summaries(summaries)
+        ServerPool::new(servers.collect(), 1).with_rack_summaries(summaries)
     }
 }
 
@@ -317,7 +318,7 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use super::*;
-    use crate::policy::policy_by_name;
+    use crate::policy::create_policy_by_name;
     use crate::rss::seeded_rng;
 
     fn three_server_fleet(indirection_table_draw: IndirectionTableDraw) -> SimulatedCluster {
@@ -335,7 +336,7 @@ mod tests {
         .unwrap()
     }
 
-    fn connection(port: u16) -> FourTuple {
+    fn build_four_tuple(port: u16) -> FourTuple {
         FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
     }
 
@@ -343,7 +344,7 @@ mod tests {
     fn connections_reach_the_core_that_placement_table_and_rss_select() {
         for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
             let (mut fleet, mut policy) =
-                (three_server_fleet(IndirectionTableDraw::Independent), policy_by_name(name, 1).unwrap());
+                (three_server_fleet(IndirectionTableDraw::Independent), create_policy_by_name(name, 1).unwrap());
             for (report_index, busy_ms) in [0u64, 50].into_iter().enumerate() {
                 let busy_ns: Vec<u64> = (0..12).map(|core| busy_ms * core * 1_000_000).collect();
                 fleet.report_and_install_table(
@@ -353,12 +354,13 @@ mod tests {
                     policy.as_mut(),
                 );
             }
-            let (table, mut state) = (fleet.placement_table.clone(), PlacementState::for_table(&fleet.placement_table));
+            let (table, mut state) =
+                (fleet.placement_table.clone(), PlacementTableState::for_table(&fleet.placement_table));
             for port in 1..500 {
-                let expected_server = table.select_server(&mut state, &connection(port)).unwrap();
+                let expected_server = table.select_server(&mut state, &build_four_tuple(port)).unwrap();
                 let position = fleet.plan.servers.iter().position(|server| *server == expected_server).unwrap();
-                let expected_core_index = fleet.reachable_core_indexes(&connection(port)).nth(position).unwrap();
-                assert_eq!(fleet.place_connection(&connection(port)), expected_core_index, "{name}, port {port}");
+                let expected_core_index = fleet.reachable_core_indexes(&build_four_tuple(port)).nth(position).unwrap();
+                assert_eq!(fleet.place_connection(&build_four_tuple(port)), expected_core_index, "{name}, port {port}");
             }
         }
     }
@@ -366,11 +368,11 @@ mod tests {
     #[test]
     fn busy_cores_get_no_new_connections() {
         let (mut fleet, mut policy) =
-            (three_server_fleet(IndirectionTableDraw::Balanced), policy_by_name("crossrss", 1).unwrap());
+            (three_server_fleet(IndirectionTableDraw::Balanced), create_policy_by_name("crossrss", 1).unwrap());
         let mut busy_ns = vec![100_000_000; 12];
         fleet.report_and_install_table(0, &[0; 12], &[0; 3], policy.as_mut());
         busy_ns[4..8].fill(0);
         fleet.report_and_install_table(100_000_000, &busy_ns, &[0; 3], policy.as_mut());
-        assert!((1..200).all(|port| (4..8).contains(&fleet.place_connection(&connection(port)))));
+        assert!((1..200).all(|port| (4..8).contains(&fleet.place_connection(&build_four_tuple(port)))));
     }
 }

@@ -14,24 +14,24 @@ use std::time::Duration;
 #[derive(Debug, Clone, PartialEq)]
 pub struct HealthCheck {
     /// Kind of health check, with its parameters.
-    pub probe: Probe,
+    pub probe: HealthProbe,
     /// Address to which checks of a server are sent.
     pub probe_address: ProbeAddress,
     /// Port to which checks are sent, or `None` for the service's port.
-    pub port: Option<u16>,
+    pub probe_port: Option<u16>,
     /// Maximum time between the starts of two checks.
     pub interval: Duration,
     /// Time after which a check without an answer counts as failed.
     pub timeout: Duration,
     /// Numbers of consecutive results after which the verdict changes.
-    pub thresholds: Thresholds,
+    pub thresholds: VerdictThresholds,
     /// Maximum fraction of the interval by which a check may start early.
-    pub jitter: Jitter,
+    pub jitter: HealthCheckJitter,
 }
 
 /// Kind of health check.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Probe {
+pub enum HealthProbe {
     /// Load balancers check that a TCP connection opens.
     Tcp,
     /// Load balancers check that a server answers a request over HTTP/1.1.
@@ -42,14 +42,14 @@ pub enum Probe {
     Agent,
 }
 
-impl Probe {
+impl HealthProbe {
     /// Returns the name of this kind in the fleet document.
     pub fn name(&self) -> &'static str {
         match self {
-            Probe::Tcp => "tcp",
-            Probe::Http(_) => "http",
-            Probe::Https(..) => "https",
-            Probe::Agent => "agent",
+            HealthProbe::Tcp => "tcp",
+            HealthProbe::Http(_) => "http",
+            HealthProbe::Https(..) => "https",
+            HealthProbe::Agent => "agent",
         }
     }
 }
@@ -58,20 +58,20 @@ impl Probe {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpProbe {
     /// Path and query of the requested URL, starting with a slash.
-    pub path: String,
+    pub path_and_query: String,
     /// Host header, and name expected in the certificate, or `None` for the address to which checks are sent.
     pub host: Option<String>,
     /// Status codes with which the check passes.
-    pub expected_status: StatusRange,
+    pub expected_status: HttpStatusRange,
 }
 
 /// Range of HTTP status codes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StatusRange(RangeInclusive<u16>);
+pub struct HttpStatusRange(RangeInclusive<u16>);
 
-impl StatusRange {
+impl HttpStatusRange {
     /// All valid status codes (RFC 9110, Sect. 15).
-    const ALL: RangeInclusive<u16> = 100..=599;
+    const ALL_STATUSES: RangeInclusive<u16> = 100..=599;
 
     /// Returns the range of success and redirection (200 to 399).
     pub const fn success_or_redirect() -> Self {
@@ -80,7 +80,8 @@ impl StatusRange {
 
     /// Returns the range from `first` to `last`, or `None` unless both are status codes and `first` is at most `last`.
     pub fn new(first: u16, last: u16) -> Option<Self> {
-        (Self::ALL.contains(&first) && Self::ALL.contains(&last) && first <= last).then_some(Self(first..=last))
+        (Self::ALL_STATUSES.contains(&first) && Self::ALL_STATUSES.contains(&last) && first <= last)
+            .then_some(Self(first..=last))
     }
 
     /// Returns whether the status code is in the range.
@@ -89,14 +90,14 @@ impl StatusRange {
     }
 
     /// Returns the first and the last status code of the range.
-    pub fn bounds(&self) -> (u16, u16) {
+    pub fn status_bounds(&self) -> (u16, u16) {
         (*self.0.start(), *self.0.end())
     }
 }
 
-impl fmt::Display for StatusRange {
+impl fmt::Display for HttpStatusRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.bounds() {
+        match self.status_bounds() {
             (first, last) if first == last => write!(f, "{first}"),
             (first, last) => write!(f, "{first}-{last}"),
         }
@@ -162,12 +163,12 @@ impl WhenAllDown {
 
 /// Numbers of consecutive results of health checks after which the verdict changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Thresholds {
+pub struct VerdictThresholds {
     rise: u32,
     fall: u32,
 }
 
-impl Thresholds {
+impl VerdictThresholds {
     /// Returns thresholds of `rise` successes for up and `fall` failures for down, or `None` if either number is 0.
     pub fn new(rise: u32, fall: u32) -> Option<Self> {
         (rise > 0 && fall > 0).then_some(Self { rise, fall })
@@ -186,9 +187,9 @@ impl Thresholds {
 
 /// Maximum fraction of the interval by which checks start early, so that checks of many load balancers spread out.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Jitter(f64);
+pub struct HealthCheckJitter(f64);
 
-impl Jitter {
+impl HealthCheckJitter {
     /// Returns a jitter of at most the fraction `fraction` of the interval, or `None` if `fraction` is not from 0 to 1.
     pub fn new(fraction: f64) -> Option<Self> {
         (0.0..=1.0).contains(&fraction).then_some(Self(fraction))
@@ -233,7 +234,7 @@ impl HealthTracker {
 
     /// Records the result of a check, and returns whether the verdict changes. A server without a verdict counts as up
     /// after one success, and as down after `fall` failures.
-    pub fn record_result(&mut self, has_passed: bool, thresholds: Thresholds) -> bool {
+    pub fn record_check_result(&mut self, has_passed: bool, thresholds: VerdictThresholds) -> bool {
         self.consecutive_local_fault_count = 0;
         let (is_contrary, threshold, new_verdict) = match self.verdict {
             None if has_passed => (true, 1, HealthVerdict::Up),
@@ -251,7 +252,7 @@ impl HealthTracker {
 
     /// Records that the observer could not check because of a fault of its own. After `fall` consecutive faults,
     /// withdraws the verdict and returns true.
-    pub fn record_local_fault(&mut self, thresholds: Thresholds) -> bool {
+    pub fn record_local_fault(&mut self, thresholds: VerdictThresholds) -> bool {
         self.consecutive_local_fault_count += 1;
         if self.verdict.is_none() || self.consecutive_local_fault_count < thresholds.fall {
             return false;

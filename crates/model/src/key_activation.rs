@@ -12,7 +12,7 @@ const IMMEDIATE_ACTIVATION_AGE_MS: u32 = 1 << 29;
 const MAX_ACTIVATION_AGE_MS: u32 = 1 << 30;
 
 /// Returns the TSval from which `new_keys` are active. `previous_keys` have been active since `switch_ms`.
-pub fn activation_time_ms(
+pub fn key_activation_time_ms(
     (previous_keys, switch_ms): &(FleetCookieKeys, u32),
     new_keys: &FleetCookieKeys,
     now_ms: u32,
@@ -40,11 +40,11 @@ pub fn renew_activation_time_ms(switch_ms: u32, now_ms: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use crate::cookie::KeyIndex;
+    use crate::cookie::CookieKeyIndex;
 
     use super::*;
 
-    fn fleet_keys(first_key_word: u64, second_key_word: u64, current: KeyIndex) -> FleetCookieKeys {
+    fn build_fleet_keys(first_key_word: u64, second_key_word: u64, current: CookieKeyIndex) -> FleetCookieKeys {
         FleetCookieKeys {
             keys: [first_key_word, second_key_word].map(|k0| CookieKey { k0, k1: 0 }),
             current_key_index: current,
@@ -53,23 +53,27 @@ mod tests {
 
     #[test]
     fn new_current_key_becomes_active_after_a_fixed_delay() {
-        use KeyIndex::{First, Second};
-        let no_keys = (fleet_keys(0, 0, First), 0);
+        use CookieKeyIndex::{First, Second};
+        let no_keys = (build_fleet_keys(0, 0, First), 0);
         assert_eq!(
-            activation_time_ms(&no_keys, &fleet_keys(1, 2, Second), 5),
+            key_activation_time_ms(&no_keys, &build_fleet_keys(1, 2, Second), 5),
             5u32.wrapping_sub(IMMEDIATE_ACTIVATION_AGE_MS),
             "the first keys: at once"
         );
-        let known_keys = (fleet_keys(1, 2, First), 77);
+        let known_keys = (build_fleet_keys(1, 2, First), 77);
         assert_eq!(
-            activation_time_ms(&known_keys, &fleet_keys(1, 3, First), 5000),
+            key_activation_time_ms(&known_keys, &build_fleet_keys(1, 3, First), 5000),
             77,
             "the key that is not in use was replaced"
         );
-        assert_eq!(activation_time_ms(&known_keys, &fleet_keys(1, 2, Second), 5000), 6000);
-        assert_eq!(activation_time_ms(&known_keys, &fleet_keys(1, 9, Second), 5000), 6000, "both steps at once");
+        assert_eq!(key_activation_time_ms(&known_keys, &build_fleet_keys(1, 2, Second), 5000), 6000);
         assert_eq!(
-            activation_time_ms(&(fleet_keys(1, 2, Second), 6000), &fleet_keys(1, 2, Second), 5500),
+            key_activation_time_ms(&known_keys, &build_fleet_keys(1, 9, Second), 5000),
+            6000,
+            "both steps at once"
+        );
+        assert_eq!(
+            key_activation_time_ms(&(build_fleet_keys(1, 2, Second), 6000), &build_fleet_keys(1, 2, Second), 5500),
             6000,
             "not over yet"
         );
@@ -77,7 +81,7 @@ mod tests {
 
     #[test]
     fn key_switch_does_not_repeat_when_the_tsval_clock_wraps() {
-        let current_keys = fleet_keys(1, 2, KeyIndex::First);
+        let current_keys = build_fleet_keys(1, 2, CookieKeyIndex::First);
         let (mut now_ms, mut switch_ms) = (5u32, 1005);
         for step in 0..100_000 {
             let stamping_key_index = current_keys.keys_for_tsval(now_ms, switch_ms).current_key_index;

@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use coreward_intf as intf;
 
 use crate::connection_table::{ConnectionHash, fold_client_address};
-use crate::cookie::{self, CookieKey, FleetCookieKeys, KeyIndex, KeyedPermutation};
+use crate::cookie::{self, CookieKey, CookieKeyIndex, FleetCookieKeys, KeyedPermutation};
 use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
 
@@ -52,7 +52,7 @@ pub fn stamp_tsval(
     id: ServerId,
     server_tsval_ms: u32,
 ) -> u32 {
-    let key_bit = if keys.current_key_index == KeyIndex::Second { intf::LB_STAMPING_KEY_BIT } else { 0 };
+    let key_bit = if keys.current_key_index == CookieKeyIndex::Second { intf::LB_STAMPING_KEY_BIT } else { 0 };
     let time_part = server_tsval_ms.wrapping_add(time_part_addend(time_key, tuple)) & intf::LB_STAMPING_TIME_MASK;
     let hash = cookie::cookie_hash(&keys.keys[keys.current_key_index.get()], tuple);
     let hidden_id = KeyedPermutation::LB_STAMPED_COOKIE.hide(hash, u32::from(id.get()) & intf::LB_STAMPING_ID_MASK);
@@ -144,7 +144,7 @@ impl ServerClock {
     }
 
     /// Records a reply other than a reset. Two replies of one connection show whether the clock ticks in ms.
-    pub fn record_reply(&mut self, connection_word: u32, server_tsval_ms: u32, now_ms: u32) {
+    pub fn record_reply_tsval(&mut self, connection_word: u32, server_tsval_ms: u32, now_ms: u32) {
         let offset_ms = server_tsval_ms.wrapping_sub(now_ms);
         let elapsed_ms = now_ms.wrapping_sub(self.sampled_at_ms);
         if self.sampled_connection_word != 0 && connection_word == self.sampled_connection_word {
@@ -186,7 +186,7 @@ impl ServerClock {
 
     /// Returns the clock offset of a stamped connection, or `None` if it is unknown.
     pub fn connection_offset_ms(&self, connection_offsets: &ConnectionOffsets, hash: ConnectionHash) -> Option<u32> {
-        if self.has_different_offsets() { connection_offsets.find(hash) } else { self.shared_offset_ms }
+        if self.has_different_offsets() { connection_offsets.find_offset_ms(hash) } else { self.shared_offset_ms }
     }
 }
 
@@ -199,14 +199,14 @@ pub struct ConnectionOffsets {
 }
 
 impl ConnectionOffsets {
-    fn table_index(hash: ConnectionHash) -> u32 {
+    fn offset_table_index(hash: ConnectionHash) -> u32 {
         hash.low_half() % intf::LB_STAMPED_OFFSETS
     }
 
-    fn find(&self, hash: ConnectionHash) -> Option<u32> {
+    fn find_offset_ms(&self, hash: ConnectionHash) -> Option<u32> {
         self.offset_by_index
-            .get(&Self::table_index(hash))
-            .filter(|(tag, _)| *tag == hash.tag() | 1)
+            .get(&Self::offset_table_index(hash))
+            .filter(|(tag, _)| *tag == hash.entry_tag() | 1)
             .map(|(_, offset_ms)| *offset_ms)
     }
 
@@ -214,8 +214,8 @@ impl ConnectionOffsets {
     fn find_or_store(&mut self, hash: ConnectionHash, offset_ms: u32) -> u32 {
         let is_near_known_offset =
             |known_offset_ms: &u32| may_be_same_clock(offset_ms, *known_offset_ms, intf::LB_STAMPING_TOLERANCE_MS / 2);
-        self.find(hash).filter(is_near_known_offset).unwrap_or_else(|| {
-            self.offset_by_index.insert(Self::table_index(hash), (hash.tag() | 1, offset_ms));
+        self.find_offset_ms(hash).filter(is_near_known_offset).unwrap_or_else(|| {
+            self.offset_by_index.insert(Self::offset_table_index(hash), (hash.entry_tag() | 1, offset_ms));
             offset_ms
         })
     }
@@ -242,7 +242,7 @@ mod tests {
 
     use super::*;
 
-    fn four_tuple(client_address: u32, port: u16) -> FourTuple {
+    fn build_four_tuple(client_address: u32, port: u16) -> FourTuple {
         FourTuple::ipv4((Ipv4Addr::from(client_address), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
     }
 
@@ -253,15 +253,16 @@ mod tests {
             id in 0..STAMPABLE_SERVER_ID_COUNT, sent_ms: u32,
             age_ms in 0u32..900_000, clock_lag_ms in 0u32..50_000,
         ) {
-            let current_key = if is_second_current { KeyIndex::Second } else { KeyIndex::First };
+            let current_key = if is_second_current { CookieKeyIndex::Second } else { CookieKeyIndex::First };
             let keys =
                 [CookieKey { k0: key_words[0], k1: key_words[1] }, CookieKey { k0: key_words[2], k1: key_words[3] }];
             let keys = FleetCookieKeys { keys, current_key_index: current_key };
-            let (time_key, tuple) = (draw_time_key(seed), four_tuple(client, port));
+            let (time_key, tuple) = (draw_time_key(seed), build_four_tuple(client, port));
             let id = ServerId::try_from(id).unwrap();
             let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, id, sent_ms);
             prop_assert_ne!(stamped_tsval, 0);
-            prop_assert_eq!(decode_server_id(&FleetCookieKeys { current_key_index: KeyIndex::First, ..keys }, &tuple,
+            prop_assert_eq!(decode_server_id(
+                &FleetCookieKeys { current_key_index: CookieKeyIndex::First, ..keys }, &tuple,
                 stamped_tsval), id);
             // The load balancer's estimate of the clock may be behind the server's clock.
             let clock_ms = sent_ms.wrapping_add(age_ms).wrapping_sub(clock_lag_ms);
@@ -277,11 +278,12 @@ mod tests {
         ) {
             let keys =
                 [CookieKey { k0: key_words[0], k1: key_words[1] }, CookieKey { k0: key_words[2], k1: key_words[3] }];
-            let (time_key, tuple, id) = (draw_time_key(seed), four_tuple(client, 7), ServerId::try_from(id).unwrap());
+            let (time_key, tuple, id) =
+                (draw_time_key(seed), build_four_tuple(client, 7), ServerId::try_from(id).unwrap());
             let stamp_with_key = |current_key_index,
                 ms| stamp_tsval(&FleetCookieKeys { keys, current_key_index }, &time_key, &tuple, id, ms);
-            let (first_tsval, second_tsval) = (stamp_with_key(KeyIndex::Second, sent_ms),
-                stamp_with_key(KeyIndex::First, sent_ms.wrapping_add(delay_ms)));
+            let (first_tsval, second_tsval) = (stamp_with_key(CookieKeyIndex::Second, sent_ms),
+                stamp_with_key(CookieKeyIndex::First, sent_ms.wrapping_add(delay_ms)));
             prop_assert!(second_tsval.wrapping_sub(first_tsval) as i32 >= 0);
         }
     }
@@ -314,7 +316,7 @@ mod tests {
     }
 
     fn connection_hash(port: u16) -> ConnectionHash {
-        ConnectionHash::new(&CookieKey { k0: 5, k1: 6 }, 0, four_tuple(7, port).client())
+        ConnectionHash::new(&CookieKey { k0: 5, k1: 6 }, 0, build_four_tuple(7, port).client())
     }
 
     #[test]
@@ -343,7 +345,7 @@ mod tests {
         for connection in 1..=connection_count {
             for elapsed in [0, 20, 120] {
                 let (own_ms, now_ms) = (connection << 20, connection * 1_000 + elapsed);
-                clock.record_reply(connection, own_ms + (f64::from(elapsed) * tsval_ticks_per_ms) as u32, now_ms);
+                clock.record_reply_tsval(connection, own_ms + (f64::from(elapsed) * tsval_ticks_per_ms) as u32, now_ms);
             }
         }
         clock
@@ -362,8 +364,8 @@ mod tests {
         // One delay changes nothing, but several delays do.
         let mut clock = sampled_clock(9, 1.0);
         for (now_ms, can_be_stamped) in [(20_000, true), (40_000, false)] {
-            clock.record_reply(1, 0, now_ms);
-            clock.record_reply(1, 120_000, now_ms + 120);
+            clock.record_reply_tsval(1, 0, now_ms);
+            clock.record_reply_tsval(1, 120_000, now_ms + 120);
             assert_eq!(clock.can_stamp_connections(), can_be_stamped, "{clock:?}");
         }
     }
@@ -371,11 +373,11 @@ mod tests {
     #[test]
     fn silent_sampled_connection_is_replaced_by_another() {
         let mut clock = ServerClock::default();
-        clock.record_reply(1, 0, 0);
-        clock.record_reply(2, 0, 2_000);
-        clock.record_reply(2, 160, 2_160);
+        clock.record_reply_tsval(1, 0, 0);
+        clock.record_reply_tsval(2, 0, 2_000);
+        clock.record_reply_tsval(2, 160, 2_160);
         assert_eq!(clock.steady_sample_count, 0);
-        clock.record_reply(2, 260, 2_260);
+        clock.record_reply_tsval(2, 260, 2_260);
         assert_eq!(clock.steady_sample_count, 1);
     }
 

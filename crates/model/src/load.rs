@@ -40,7 +40,7 @@ pub struct CoreReadings {
 
 /// Reason for which the readings of a report are rejected.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum RejectedReadings {
+pub enum CoreReadingsRejection {
     /// The report is late, or was sent twice.
     #[error("report {sequence} after report {newest}: out of order")]
     OutOfOrder {
@@ -61,7 +61,7 @@ pub enum RejectedReadings {
     #[error("a report without cores")]
     NoCores,
     /// A core was busy for longer than is possible between two reports.
-    #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MAX_LOAD}")]
+    #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MAX_ACCEPTED_LOAD}")]
     ImpossibleLoad {
         /// Index of the core.
         core: usize,
@@ -74,7 +74,7 @@ pub enum RejectedReadings {
 /// rejected. A core is never busier than 1, but the kernel may book time late (once a second on a CPU without ticks).
 /// The next report counts from the last accepted one, so the limit then covers the late bookings. A false report cannot
 /// raise the average by more than the limit allows.
-pub const MAX_LOAD: f64 = 16.0;
+pub const MAX_ACCEPTED_LOAD: f64 = 16.0;
 
 /// Loads of one server's cores by receive queue, as fractions of their capacity. They are created once per report.
 /// Clones share the same loads, so that a comparison costs nothing.
@@ -120,22 +120,26 @@ impl PartialEq for CoreLoads {
 
 /// Tracker that computes the smoothed loads of one server's cores from its reports.
 #[derive(Debug, Clone, Default)]
-pub struct LoadTracker {
+pub struct CoreLoadTracker {
     newest_readings: Option<CoreReadings>,
     loads: Option<CoreLoads>,
     /// Whether the previous readings may come from an earlier stream of reports, because the agent restarted.
     is_new_stream: bool,
 }
 
-impl LoadTracker {
+impl CoreLoadTracker {
     /// Processes the readings of a report. Loads exist from the second report on, because a rate needs two readings.
     /// Fails if the report is older than the newest one, the server's clock did not advance, or the report has no
     /// cores. Readings of an earlier stream never cause a rejection, because they may have been wrong.
     ///
     /// Tracking restarts if the number of cores changed, or if a busy time decreased because the server was rebooted.
-    pub fn record_report(&mut self, readings: CoreReadings, alpha: SmoothingWeight) -> Result<(), RejectedReadings> {
+    pub fn record_report(
+        &mut self,
+        readings: CoreReadings,
+        alpha: SmoothingWeight,
+    ) -> Result<(), CoreReadingsRejection> {
         if readings.busy_ns.is_empty() {
-            return Err(RejectedReadings::NoCores);
+            return Err(CoreReadingsRejection::NoCores);
         }
         if let Some(newest_readings) = &self.newest_readings {
             match core_loads_since(newest_readings, &readings, self.is_new_stream) {
@@ -156,7 +160,7 @@ impl LoadTracker {
     }
 
     /// Returns the smoothed load of each core as a fraction of its capacity, or `None` before the second report.
-    pub fn loads(&self) -> Option<&CoreLoads> {
+    pub fn smoothed_loads(&self) -> Option<&CoreLoads> {
         self.loads.as_ref()
     }
 
@@ -173,7 +177,7 @@ impl LoadTracker {
 }
 
 /// Returns whether the server was rebooted since `newest_readings`: its core count changed, or a busy time decreased.
-fn has_rebooted(newest_readings: &CoreReadings, new_readings: &CoreReadings) -> bool {
+fn has_server_rebooted(newest_readings: &CoreReadings, new_readings: &CoreReadings) -> bool {
     newest_readings.busy_ns.len() != new_readings.busy_ns.len()
         || newest_readings.busy_ns.iter().zip(&new_readings.busy_ns).any(|(old, new)| new < old)
 }
@@ -183,23 +187,23 @@ fn core_loads_since(
     newest_readings: &CoreReadings,
     new_readings: &CoreReadings,
     is_new_stream: bool,
-) -> Result<Option<Vec<f64>>, RejectedReadings> {
+) -> Result<Option<Vec<f64>>, CoreReadingsRejection> {
     if !is_new_stream && new_readings.report_sequence <= newest_readings.report_sequence {
-        return Err(RejectedReadings::OutOfOrder {
+        return Err(CoreReadingsRejection::OutOfOrder {
             sequence: new_readings.report_sequence,
             newest: newest_readings.report_sequence,
         });
     }
-    if has_rebooted(newest_readings, new_readings) {
+    if has_server_rebooted(newest_readings, new_readings) {
         return Ok(None);
     }
     if new_readings.measured_ns <= newest_readings.measured_ns {
         let (measured_ns, newest_ns) = (new_readings.measured_ns, newest_readings.measured_ns);
-        return Err(RejectedReadings::ClockStalled { measured_ns, newest_ns });
+        return Err(CoreReadingsRejection::ClockStalled { measured_ns, newest_ns });
     }
     let core_loads = core_busy_fractions(newest_readings, new_readings);
-    match core_loads.iter().copied().enumerate().find(|(_, load)| *load > MAX_LOAD) {
-        Some((core, load)) => Err(RejectedReadings::ImpossibleLoad { core, load }),
+    match core_loads.iter().copied().enumerate().find(|(_, load)| *load > MAX_ACCEPTED_LOAD) {
+        Some((core, load)) => Err(CoreReadingsRejection::ImpossibleLoad { core, load }),
         None => Ok(Some(core_loads)),
     }
 }
@@ -224,74 +228,76 @@ pub fn load_to_fixed_point(load: f64) -> u32 {
 mod tests {
     use super::*;
 
-    fn readings(report_sequence: u64, measured_ms: u64, busy_ms: &[u64]) -> CoreReadings {
+    fn build_core_readings(report_sequence: u64, measured_ms: u64, busy_ms: &[u64]) -> CoreReadings {
         let busy_ns = busy_ms.iter().map(|ms| ms * 1_000_000).collect();
         CoreReadings { report_sequence, measured_ns: measured_ms * 1_000_000, busy_ns }
     }
 
     #[test]
     fn report_with_an_impossible_load_is_rejected() {
-        let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
-        let rejection = tracker.record_report(readings(2, 100, &[0, 2000]), SmoothingWeight::PAPER_VALUE).unwrap_err();
+        let mut tracker = CoreLoadTracker::default();
+        tracker.record_report(build_core_readings(1, 0, &[0, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
+        let rejection =
+            tracker.record_report(build_core_readings(2, 100, &[0, 2000]), SmoothingWeight::PAPER_VALUE).unwrap_err();
         assert_eq!(rejection.to_string(), "core 1 was busy for 20.0 times the time that passed: expected at most 16");
-        assert_eq!(tracker.loads(), None);
-        tracker.record_report(readings(3, 200, &[0, 2000]), SmoothingWeight::PAPER_VALUE).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.0, 10.0].into_iter().collect()));
+        assert_eq!(tracker.smoothed_loads(), None);
+        tracker.record_report(build_core_readings(3, 200, &[0, 2000]), SmoothingWeight::PAPER_VALUE).unwrap();
+        assert_eq!(tracker.smoothed_loads(), Some(&[0.0, 10.0].into_iter().collect()));
     }
 
     #[test]
     fn loads_are_moving_averages_of_busy_fractions() {
-        let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
-        assert_eq!(tracker.loads(), None);
-        tracker.record_report(readings(2, 100, &[50, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.5, 0.0].into_iter().collect()));
-        tracker.record_report(readings(3, 200, &[50, 100]), SmoothingWeight::PAPER_VALUE).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.25, 0.5].into_iter().collect()));
+        let mut tracker = CoreLoadTracker::default();
+        tracker.record_report(build_core_readings(1, 0, &[0, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
+        assert_eq!(tracker.smoothed_loads(), None);
+        tracker.record_report(build_core_readings(2, 100, &[50, 0]), SmoothingWeight::PAPER_VALUE).unwrap();
+        assert_eq!(tracker.smoothed_loads(), Some(&[0.5, 0.0].into_iter().collect()));
+        tracker.record_report(build_core_readings(3, 200, &[50, 100]), SmoothingWeight::PAPER_VALUE).unwrap();
+        assert_eq!(tracker.smoothed_loads(), Some(&[0.25, 0.5].into_iter().collect()));
         // A report was lost. Values are absolute, so the next report gives correct loads.
-        tracker.record_report(readings(5, 400, &[50, 300]), SmoothingWeight::new(1.0).unwrap()).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.0, 1.0].into_iter().collect()));
+        tracker.record_report(build_core_readings(5, 400, &[50, 300]), SmoothingWeight::new(1.0).unwrap()).unwrap();
+        assert_eq!(tracker.smoothed_loads(), Some(&[0.0, 1.0].into_iter().collect()));
     }
 
     #[test]
     fn late_report_is_rejected_and_changes_nothing() {
-        let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(7, 0, &[0]), SmoothingWeight::PAPER_VALUE).unwrap();
-        tracker.record_report(readings(8, 100, &[10]), SmoothingWeight::PAPER_VALUE).unwrap();
-        let rejection = tracker.record_report(readings(8, 200, &[100]), SmoothingWeight::PAPER_VALUE).unwrap_err();
-        assert_eq!(rejection, RejectedReadings::OutOfOrder { sequence: 8, newest: 8 });
-        assert!(tracker.record_report(readings(9, 100, &[20]), SmoothingWeight::PAPER_VALUE).is_err());
-        assert!(tracker.record_report(readings(9, 300, &[]), SmoothingWeight::PAPER_VALUE).is_err());
-        assert_eq!(tracker.loads(), Some(&[0.1].into_iter().collect()));
+        let mut tracker = CoreLoadTracker::default();
+        tracker.record_report(build_core_readings(7, 0, &[0]), SmoothingWeight::PAPER_VALUE).unwrap();
+        tracker.record_report(build_core_readings(8, 100, &[10]), SmoothingWeight::PAPER_VALUE).unwrap();
+        let rejection =
+            tracker.record_report(build_core_readings(8, 200, &[100]), SmoothingWeight::PAPER_VALUE).unwrap_err();
+        assert_eq!(rejection, CoreReadingsRejection::OutOfOrder { sequence: 8, newest: 8 });
+        assert!(tracker.record_report(build_core_readings(9, 100, &[20]), SmoothingWeight::PAPER_VALUE).is_err());
+        assert!(tracker.record_report(build_core_readings(9, 300, &[]), SmoothingWeight::PAPER_VALUE).is_err());
+        assert_eq!(tracker.smoothed_loads(), Some(&[0.1].into_iter().collect()));
     }
 
     #[test]
     fn each_stream_of_reports_has_its_own_sequence_numbers() {
-        let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[0]), SmoothingWeight::PAPER_VALUE).unwrap();
+        let mut tracker = CoreLoadTracker::default();
+        tracker.record_report(build_core_readings(1, 0, &[0]), SmoothingWeight::PAPER_VALUE).unwrap();
         let last_possible_readings =
             CoreReadings { report_sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
         tracker.record_report(last_possible_readings, SmoothingWeight::PAPER_VALUE).unwrap();
-        assert!(tracker.record_report(readings(2, 100, &[10]), SmoothingWeight::PAPER_VALUE).is_err());
+        assert!(tracker.record_report(build_core_readings(2, 100, &[10]), SmoothingWeight::PAPER_VALUE).is_err());
         tracker.start_report_stream();
-        tracker.record_report(readings(1, 200, &[20]), SmoothingWeight::PAPER_VALUE).unwrap();
-        assert_eq!(tracker.loads(), None);
-        tracker.record_report(readings(2, 300, &[70]), SmoothingWeight::PAPER_VALUE).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
+        tracker.record_report(build_core_readings(1, 200, &[20]), SmoothingWeight::PAPER_VALUE).unwrap();
+        assert_eq!(tracker.smoothed_loads(), None);
+        tracker.record_report(build_core_readings(2, 300, &[70]), SmoothingWeight::PAPER_VALUE).unwrap();
+        assert_eq!(tracker.smoothed_loads(), Some(&[0.5].into_iter().collect()));
         tracker.start_report_stream();
-        tracker.record_report(readings(1, 400, &[120]), SmoothingWeight::PAPER_VALUE).unwrap();
-        assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
+        tracker.record_report(build_core_readings(1, 400, &[120]), SmoothingWeight::PAPER_VALUE).unwrap();
+        assert_eq!(tracker.smoothed_loads(), Some(&[0.5].into_iter().collect()));
     }
 
     #[test]
     fn reboot_restarts_load_tracking() {
-        let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[1000]), SmoothingWeight::PAPER_VALUE).unwrap();
-        tracker.record_report(readings(2, 100, &[1100]), SmoothingWeight::PAPER_VALUE).unwrap();
+        let mut tracker = CoreLoadTracker::default();
+        tracker.record_report(build_core_readings(1, 0, &[1000]), SmoothingWeight::PAPER_VALUE).unwrap();
+        tracker.record_report(build_core_readings(2, 100, &[1100]), SmoothingWeight::PAPER_VALUE).unwrap();
         tracker.start_report_stream();
-        tracker.record_report(readings(1, 5, &[5]), SmoothingWeight::PAPER_VALUE).unwrap();
-        assert_eq!(tracker.loads(), None);
+        tracker.record_report(build_core_readings(1, 5, &[5]), SmoothingWeight::PAPER_VALUE).unwrap();
+        assert_eq!(tracker.smoothed_loads(), None);
     }
 
     #[test]

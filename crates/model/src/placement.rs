@@ -98,7 +98,7 @@ pub struct CandidateCore {
 
 /// Server that takes new connections, with its mean load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TableMember {
+pub struct PlacementTableMember {
     /// Id of the server.
     pub server: ServerId,
     /// Mean load of the server's cores as a fixed-point number.
@@ -136,7 +136,7 @@ pub struct PlacementTable {
     pub core_slots: Vec<ServerCore>,
     /// Servers that take new connections, by id. Under [`PlacementRule::RoundRobin`], they are in the order of
     /// selection, and servers of more weight occur several times.
-    pub members: Vec<TableMember>,
+    pub members: Vec<PlacementTableMember>,
     /// Server of each bucket for connections that cannot carry a cookie. It changes only if the pool of servers
     /// changes.
     pub consistent_servers: Vec<ServerId>,
@@ -186,14 +186,14 @@ impl CoreSlotIndex {
 
 /// State of a placement table that changes with each new connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct PlacementState {
+pub struct PlacementTableState {
     /// Number of connections assigned since the table was installed, by core slot.
     pub assigned_connection_counts: Vec<u32>,
     /// Counter of placements by [`PlacementRule::RoundRobin`].
     pub round_robin_counter: u64,
 }
 
-impl PlacementState {
+impl PlacementTableState {
     /// Returns the initial state of a new table.
     pub fn for_table(table: &PlacementTable) -> Self {
         Self { assigned_connection_counts: vec![0; table.core_slots.len()], round_robin_counter: 0 }
@@ -238,7 +238,7 @@ impl PlacementTable {
     }
 
     /// Returns the server that the table selects for a new connection, or `None` if no server is eligible.
-    pub fn select_server(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
+    pub fn select_server(&self, state: &mut PlacementTableState, tuple: &FourTuple) -> Option<ServerId> {
         let bytes = tuple.bytes();
         self.select_server_by_hash(state, |group| self.rss_key_by_group[group].toeplitz_hash(&bytes))
     }
@@ -247,7 +247,7 @@ impl PlacementTable {
     /// under the key of each group ([`PlacementTable::rss_key_by_group`]), for callers that compute it faster.
     pub fn select_server_by_hash(
         &self,
-        state: &mut PlacementState,
+        state: &mut PlacementTableState,
         hash_of_group: impl Fn(usize) -> u32,
     ) -> Option<ServerId> {
         self.select_and_count_server(state, hash_of_group, |_| true)
@@ -257,7 +257,7 @@ impl PlacementTable {
     /// `can_take_connection` is true for the server. Otherwise the data plane sends the connection elsewhere.
     pub fn select_and_count_server(
         &self,
-        state: &mut PlacementState,
+        state: &mut PlacementTableState,
         hash_of_group: impl Fn(usize) -> u32,
         can_take_connection: impl Fn(ServerId) -> bool,
     ) -> Option<ServerId> {
@@ -265,9 +265,9 @@ impl PlacementTable {
             return None;
         }
         match self.rule {
-            PlacementRule::Table => {
-                self.least_candidate(hash_of_group, |candidate| u64::from(candidate.fixed_point_load)).map(|c| c.server)
-            }
+            PlacementRule::Table => self
+                .find_least_candidate(hash_of_group, |candidate| u64::from(candidate.fixed_point_load))
+                .map(|c| c.server),
             PlacementRule::LeastAssigned => self.choose_least_assigned(state, hash_of_group, can_take_connection),
             PlacementRule::RoundRobin => {
                 let placement_number = state.round_robin_counter;
@@ -304,7 +304,7 @@ impl PlacementTable {
 
     fn choose_least_assigned(
         &self,
-        state: &mut PlacementState,
+        state: &mut PlacementTableState,
         hash_of_group: impl Fn(usize) -> u32,
         can_take_connection: impl Fn(ServerId) -> bool,
     ) -> Option<ServerId> {
@@ -314,7 +314,7 @@ impl PlacementTable {
             u64::from(candidate.fixed_point_load)
                 + u64::from(assigned_connection_count) * u64::from(self.assignment_cost)
         };
-        let least_candidate = self.least_candidate(hash_of_group, candidate_cost)?;
+        let least_candidate = self.find_least_candidate(hash_of_group, candidate_cost)?;
         if let Some(assigned_count) = state
             .assigned_connection_counts
             .get_mut(usize::from(least_candidate.core_slot))
@@ -327,7 +327,7 @@ impl PlacementTable {
 
     /// Returns the first candidate of least cost among all groups. The rule `Table` uses only each bucket's first
     /// candidate.
-    fn least_candidate(
+    fn find_least_candidate(
         &self,
         hash_of_group: impl Fn(usize) -> u32,
         cost: impl Fn(&CandidateCore) -> u64,
@@ -341,7 +341,7 @@ impl PlacementTable {
         candidates.min_by_key(|candidate| cost(candidate)).copied()
     }
 
-    fn draw_two_members(&self, hash: u32) -> (TableMember, TableMember) {
+    fn draw_two_members(&self, hash: u32) -> (PlacementTableMember, PlacementTableMember) {
         let (first_index, second_index) = draw_two_below(mix_hash(hash), self.members.len() as u32);
         (self.members[first_index as usize], self.members[second_index as usize])
     }
@@ -380,7 +380,7 @@ mod tests {
         ServerId::try_from(number).unwrap()
     }
 
-    fn four_tuple(port: u16) -> FourTuple {
+    fn build_four_tuple(port: u16) -> FourTuple {
         FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
     }
 
@@ -405,7 +405,7 @@ mod tests {
             members: servers
                 .iter()
                 .zip(loads)
-                .map(|(server, load)| TableMember { server: *server, fixed_point_load: *load })
+                .map(|(server, load)| PlacementTableMember { server: *server, fixed_point_load: *load })
                 .collect(),
             consistent_servers: rendezvous_table(&servers, bucket_count),
             previous_consistent_servers: Vec::new(),
@@ -417,18 +417,18 @@ mod tests {
     #[test]
     fn table_rule_selects_the_first_candidate_of_the_bucket() {
         let table = table_with_loads(PlacementRule::Table, &[30, 10, 20]);
-        let mut state = PlacementState::for_table(&table);
+        let mut state = PlacementTableState::for_table(&table);
         for port in 0..50 {
-            assert_eq!(table.select_server(&mut state, &four_tuple(port)), Some(server_id(2)));
+            assert_eq!(table.select_server(&mut state, &build_four_tuple(port)), Some(server_id(2)));
         }
     }
 
     #[test]
     fn least_assigned_rule_adds_assigned_connections_to_the_load() {
         let table = table_with_loads(PlacementRule::LeastAssigned, &[0, 25, 1000]);
-        let mut state = PlacementState::for_table(&table);
+        let mut state = PlacementTableState::for_table(&table);
         let selected_ids: Vec<u16> =
-            (0..5).map(|port| table.select_server(&mut state, &four_tuple(port)).unwrap().get()).collect();
+            (0..5).map(|port| table.select_server(&mut state, &build_four_tuple(port)).unwrap().get()).collect();
         assert_eq!(selected_ids, [1, 1, 1, 2, 1]);
         assert_eq!(state.assigned_connection_counts, [4, 1, 0]);
     }
@@ -436,16 +436,16 @@ mod tests {
     #[test]
     fn round_robin_is_cyclic_and_power_of_two_prefers_low_load() {
         let round_robin_table = table_with_loads(PlacementRule::RoundRobin, &[0, 0, 0]);
-        let mut state = PlacementState::for_table(&round_robin_table);
+        let mut state = PlacementTableState::for_table(&round_robin_table);
         let selected_ids: Vec<u16> =
-            (0..4).map(|_| round_robin_table.select_server(&mut state, &four_tuple(1)).unwrap().get()).collect();
+            (0..4).map(|_| round_robin_table.select_server(&mut state, &build_four_tuple(1)).unwrap().get()).collect();
         assert_eq!(selected_ids, [1, 2, 3, 1]);
 
         let power_of_two_table = table_with_loads(PlacementRule::PowerOfTwo, &[10, 0, 20, 30]);
         let mut selection_count_by_id = [0; 5];
         (0..4000).for_each(|port| {
             selection_count_by_id
-                [usize::from(power_of_two_table.select_server(&mut state, &four_tuple(port)).unwrap().get())] += 1
+                [usize::from(power_of_two_table.select_server(&mut state, &build_four_tuple(port)).unwrap().get())] += 1
         });
         assert!(
             (1600..1900).contains(&selection_count_by_id[2]) && (180..330).contains(&selection_count_by_id[4]),
@@ -457,7 +457,10 @@ mod tests {
     fn table_without_members_selects_no_server() {
         let mut table_without_members = table_with_loads(PlacementRule::Table, &[1]);
         table_without_members.members.clear();
-        assert_eq!(table_without_members.select_server(&mut PlacementState::default(), &four_tuple(1)), None);
+        assert_eq!(
+            table_without_members.select_server(&mut PlacementTableState::default(), &build_four_tuple(1)),
+            None
+        );
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub struct ReplaySettings {
     /// Weight of the newest report in the moving averages of the loads.
     pub load_ewma_alpha: SmoothingWeight,
     /// Phase of the agents' reports and of round robin.
-    pub report_phase: ReportPhase,
+    pub report_phase: ReplayReportPhase,
     /// Warm-up time (us). Variance windows that start earlier are omitted.
     pub warm_up_time_us: u64,
     /// Seed from which the fleet's RSS key is drawn.
@@ -41,7 +41,7 @@ impl Default for ReplaySettings {
             bucket_count: BucketCount::PAPER_VALUE,
             report_interval_us: 100_000,
             load_ewma_alpha: SmoothingWeight::PAPER_VALUE,
-            report_phase: ReportPhase::Aligned,
+            report_phase: ReplayReportPhase::Aligned,
             warm_up_time_us: 5_000_000,
             seed: 1,
         }
@@ -50,7 +50,7 @@ impl Default for ReplaySettings {
 
 /// Phase of the agents' reports and of round robin relative to the placement tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ReportPhase {
+pub enum ReplayReportPhase {
     /// All agents measure at the time of the placement table, and round robin starts with the first server.
     Aligned,
     /// Each agent starts at a random time, as in operation, so its newest report is up to a report interval old when a
@@ -165,7 +165,7 @@ fn replay_log(
     for (due_us, connection) in due_times_and_connections {
         while next_report_us <= due_us {
             while let Some(change) = changes.next_if(|change| change.time_us <= next_report_us) {
-                state.cluster.set_eligible(usize::from(change.server_index), change.is_eligible);
+                state.cluster.set_server_eligible(usize::from(change.server_index), change.is_eligible);
             }
             state.report_and_install_table(next_report_us, &mut placement_method);
             next_report_us += settings.report_interval_us;
@@ -202,8 +202,8 @@ impl ReplayState {
             (cluster.core_count(), (log.duration_us / settings.bin_duration_us() + 2 * BINS_PER_REPORT) as usize);
         let mut rng = seeded_rng(settings.seed, REPORT_PHASE_RNG_STREAM);
         let report_age_bins_by_server = match settings.report_phase {
-            ReportPhase::Aligned => vec![0; usize::from(settings.server_count)],
-            ReportPhase::Random => {
+            ReplayReportPhase::Aligned => vec![0; usize::from(settings.server_count)],
+            ReplayReportPhase::Random => {
                 cluster.set_round_robin_counter(uniform_below(&mut rng, u32::MAX).into());
                 (0..settings.server_count).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
             }
@@ -324,7 +324,8 @@ impl ReplayState {
 const RSS_KEY_RNG_STREAM: u64 = 4;
 /// Number of the random-number stream ([`seeded_rng`]) from which a replayed fleet's ids and RSS key are drawn.
 const DRAWN_FLEET_RNG_STREAM: u64 = 5;
-/// Number of the random-number stream ([`seeded_rng`]) from which report phases are drawn ([`ReportPhase::Random`]).
+/// Number of the random-number stream ([`seeded_rng`]) from which report phases are drawn
+/// ([`ReplayReportPhase::Random`]).
 const REPORT_PHASE_RNG_STREAM: u64 = 7;
 
 #[cfg(test)]
@@ -339,7 +340,7 @@ mod tests {
     fn median_variances(policy_name: &str) -> WorkVariances {
         let variances_for_seed = |seed| {
             let settings = ReplaySettings { seed, ..ReplaySettings::default() };
-            let mut policy = crate::policy::policy_by_name(policy_name, seed).unwrap();
+            let mut policy = crate::policy::create_policy_by_name(policy_name, seed).unwrap();
             replay_for_variances(
                 &Workload::default().generate(seed),
                 settings,
@@ -375,7 +376,7 @@ mod tests {
         };
         let changes = [pool_change(0, 4, false), pool_change(3, 4, true), pool_change(4, 0, false)];
         let settings = ReplaySettings { server_count: 5, ..ReplaySettings::default() };
-        let mut policy = crate::policy::policy_by_name("rr", 1).unwrap();
+        let mut policy = crate::policy::create_policy_by_name("rr", 1).unwrap();
         let busy_ns_by_second = replay_for_busy_times(&log, settings, &changes, policy.as_mut());
         assert_eq!(busy_ns_by_second.len(), 9);
         let served_ns = |server: usize, first_second: usize, last_second: usize| -> u64 {
@@ -392,7 +393,7 @@ mod tests {
     #[test]
     fn report_age_equals_the_agents_phase() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
-        let settings = ReplaySettings { report_phase: ReportPhase::Random, ..ReplaySettings::default() };
+        let settings = ReplaySettings { report_phase: ReplayReportPhase::Random, ..ReplaySettings::default() };
         let plan = FleetShape {
             server_count: settings.server_count,
             cores_per_server: settings.cores_per_server,
@@ -404,7 +405,7 @@ mod tests {
         let mut state = ReplayState::new(&log, settings, plan);
         state.report_age_bins_by_server = vec![0, 15, 45, 25];
         (0..4).for_each(|server| state.serve_request(server * 4, 0, 150_000));
-        let mut policy = crate::policy::policy_by_name("crossrss", 1).unwrap();
+        let mut policy = crate::policy::create_policy_by_name("crossrss", 1).unwrap();
         let mut placement_method = PlacementMethod::Policy(policy.as_mut());
         let mut reported_busy_us_at = |now_us| {
             state.report_and_install_table(now_us, &mut placement_method);
@@ -419,7 +420,7 @@ mod tests {
     fn replays_of_equal_logs_give_equal_variances() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
         let replay_once = || {
-            let mut policy = crate::policy::policy_by_name("crossrss-plus", 1).unwrap();
+            let mut policy = crate::policy::create_policy_by_name("crossrss-plus", 1).unwrap();
             replay_for_variances(&log, ReplaySettings::default(), PlacementMethod::Policy(policy.as_mut()))
         };
         assert_eq!(replay_once(), replay_once());

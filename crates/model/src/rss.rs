@@ -12,7 +12,7 @@ use rand::SeedableRng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use siphasher::sip::SipHasher13;
 
-pub use input::{InputTransform, UnknownInputTransform};
+pub use input::{RssInputTransform, UnknownInputTransform};
 
 /// Returns a random number generator for a seed and a stream number. Different streams of a seed draw different
 /// numbers.
@@ -39,7 +39,7 @@ pub fn uniform_below(rng: &mut impl rand::Rng, exclusive_bound: u32) -> u32 {
 #[derive(Clone, Eq, PartialOrd, Ord)]
 pub struct RssKey {
     key_bytes: Arc<[u8]>,
-    input_transform: InputTransform,
+    input_transform: RssInputTransform,
 }
 
 impl PartialEq for RssKey {
@@ -59,7 +59,7 @@ impl Hash for RssKey {
 
 impl From<Arc<[u8]>> for RssKey {
     fn from(bytes: Arc<[u8]>) -> Self {
-        Self { key_bytes: bytes, input_transform: InputTransform::None }
+        Self { key_bytes: bytes, input_transform: RssInputTransform::None }
     }
 }
 
@@ -97,25 +97,25 @@ impl RssKey {
     }
 
     /// Returns the bytes of the key.
-    pub fn bytes(&self) -> &[u8] {
+    pub fn key_bytes(&self) -> &[u8] {
         &self.key_bytes
     }
 
     /// Returns the transform of addresses and ports that the NIC applies before hashing.
-    pub fn input_transform(&self) -> InputTransform {
+    pub fn input_transform(&self) -> RssInputTransform {
         self.input_transform
     }
 
     /// Returns the key with the same bytes and another input transform.
-    pub fn with_input_transform(&self, input_transform: InputTransform) -> Self {
+    pub fn with_input_transform(&self, input_transform: RssInputTransform) -> Self {
         Self { key_bytes: self.key_bytes.clone(), input_transform }
     }
 
     /// Returns an identifier of the key for logs. It does not reveal the key, with which a client could aim at a core.
-    pub fn fingerprint(&self) -> String {
+    pub fn key_fingerprint(&self) -> String {
         let mut hasher = SipHasher13::new();
         hasher.write(&self.key_bytes);
-        if self.input_transform != InputTransform::None {
+        if self.input_transform != RssInputTransform::None {
             hasher.write_u8(self.input_transform.ethtool_number());
         }
         format!("{:08x}", hasher.finish() as u32)
@@ -164,9 +164,9 @@ impl RssKey {
 
     /// Returns one table for each byte of source address and source port, which differ between the packets to one
     /// service. These are 6 tables for IPv4 and 18 for IPv6. The entries are XORed with
-    /// [`destination_hash`](Self::destination_hash). With an input transform, the contribution of a source byte also
-    /// depends on the destination byte at the same offset. That byte is constant, so one entry per source byte
-    /// suffices.
+    /// [`destination_hash_part`](Self::destination_hash_part). With an input transform, the contribution of a source
+    /// byte also depends on the destination byte at the same offset. That byte is constant, so one entry per source
+    /// byte suffices.
     pub fn source_contribution_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
         let contribution_table = |byte_pair: SourceDestinationBytePair| {
             let hash_of_zero_source = self.pair_contribution(&byte_pair, 0);
@@ -177,7 +177,7 @@ impl RssKey {
 
     /// Returns the constant part of the hashes of a service's packets, which is the hash of a packet whose source is
     /// zero.
-    pub fn destination_hash(&self, vip: SocketAddr) -> u32 {
+    pub fn destination_hash_part(&self, vip: SocketAddr) -> u32 {
         source_destination_byte_pairs(vip).fold(0, |hash, byte_pair| hash ^ self.pair_contribution(&byte_pair, 0))
     }
 
@@ -221,12 +221,12 @@ const MAX_INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
     contribution_table_by_position: Box<[[u32; 256]; MAX_INPUT_BYTES]>,
-    input_transform: InputTransform,
+    input_transform: RssInputTransform,
 }
 
 impl ToeplitzTables {
     /// Returns the same hash as [`RssKey::toeplitz_hash`], for an input of at most 36 bytes.
-    pub fn hash(&self, four_tuple_bytes: &[u8]) -> u32 {
+    pub fn hash_four_tuple(&self, four_tuple_bytes: &[u8]) -> u32 {
         let hash_transformed_input = |input: &[u8]| {
             input
                 .iter()
@@ -234,7 +234,7 @@ impl ToeplitzTables {
                 .fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
         };
         // Nothing is copied for a NIC without a transform, because the simulator spends its time here.
-        if self.input_transform == InputTransform::None {
+        if self.input_transform == RssInputTransform::None {
             hash_transformed_input(four_tuple_bytes)
         } else {
             hash_transformed_input(&self.input_transform.transform_tuple(four_tuple_bytes))
@@ -244,7 +244,7 @@ impl ToeplitzTables {
 
 impl fmt::Debug for RssKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RssKey({})", self.fingerprint())
+        write!(f, "RssKey({})", self.key_fingerprint())
     }
 }
 
@@ -421,7 +421,7 @@ impl RssConfig {
 
     /// Returns the configuration as registers of the testbed's emulated NIC. Fails unless the key has 40 bytes.
     pub fn to_emulated_registers(&self, generation: u32) -> Result<Box<intf::emulated_rss>, EmulatedRssError> {
-        let bytes = self.key.bytes();
+        let bytes = self.key.key_bytes();
         let key = bytes.try_into().map_err(|_| EmulatedRssError::UnsupportedKeyLength(bytes.len()))?;
         Ok(Box::new(intf::emulated_rss { mapping: *self.to_bpf_mapping(generation), key, ..Default::default() }))
     }
@@ -430,7 +430,7 @@ impl RssConfig {
     pub fn from_emulated_registers(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entry_count = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entry_count].iter().map(|queue| u32::from(*queue)).collect();
-        let input_transform = InputTransform::try_from(registers.mapping.input_transform)?;
+        let input_transform = RssInputTransform::try_from(registers.mapping.input_transform)?;
         let key = RssKey { key_bytes: registers.key.into(), input_transform };
         Ok(Self { key, indirection_table: IndirectionTable::new(&queues)? })
     }
@@ -449,8 +449,8 @@ mod tests {
     #[test]
     fn debug_format_of_an_rss_key_is_its_fingerprint() {
         let key = RssKey::microsoft_verification_key();
-        assert_eq!((key.fingerprint(), format!("{key:?}")), ("377ecc6a".to_owned(), "RssKey(377ecc6a)".to_owned()));
-        assert_ne!(RssKey::random(&mut seeded_rng(1, 0)).fingerprint(), key.fingerprint());
+        assert_eq!((key.key_fingerprint(), format!("{key:?}")), ("377ecc6a".to_owned(), "RssKey(377ecc6a)".to_owned()));
+        assert_ne!(RssKey::random(&mut seeded_rng(1, 0)).key_fingerprint(), key.key_fingerprint());
     }
 
     #[test]
@@ -469,12 +469,12 @@ mod tests {
         for (client, vip, hash) in test_vectors {
             let tuple = FourTuple::new(client.parse().unwrap(), vip.parse().unwrap()).unwrap();
             assert_eq!(key.toeplitz_hash(&tuple.bytes()), hash, "{client} -> {vip}");
-            assert_eq!(key.toeplitz_tables().hash(&tuple.bytes()), hash, "{client} -> {vip}");
+            assert_eq!(key.toeplitz_tables().hash_four_tuple(&tuple.bytes()), hash, "{client} -> {vip}");
         }
     }
 
-    fn any_input_transform() -> impl Strategy<Value = InputTransform> {
-        proptest::sample::select(&InputTransform::ALL[..])
+    fn any_input_transform() -> impl Strategy<Value = RssInputTransform> {
+        proptest::sample::select(&RssInputTransform::ALL[..])
     }
 
     proptest! {
@@ -483,9 +483,9 @@ mod tests {
             seed: u64, client: u128, port: u16, vip: u128, vip_port: u16, input_transform in any_input_transform(),
         ) {
             let key = RssKey::random(&mut seeded_rng(seed, 0)).with_input_transform(input_transform);
-            let ipv4 = |address: u128| Ipv4Addr::from(address as u32);
+            let ipv4_address = |address: u128| Ipv4Addr::from(address as u32);
             let tuples = [
-                FourTuple::ipv4((ipv4(client), port), (ipv4(vip), vip_port)),
+                FourTuple::ipv4((ipv4_address(client), port), (ipv4_address(vip), vip_port)),
                 FourTuple::ipv6((Ipv6Addr::from(client), port), (Ipv6Addr::from(vip), vip_port)),
             ];
             for tuple in tuples {
@@ -494,7 +494,7 @@ mod tests {
                 let source_bytes = input[..address].iter().chain(&input[2 * address..][..2]);
                 let source_hash =
                     source_bytes.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
-                prop_assert_eq!(source_hash ^ key.destination_hash(tuple.vip()), key.toeplitz_hash(&input));
+                prop_assert_eq!(source_hash ^ key.destination_hash_part(tuple.vip()), key.toeplitz_hash(&input));
             }
         }
 
@@ -506,7 +506,7 @@ mod tests {
         ) {
             let key_without_transform = RssKey::random(&mut seeded_rng(seed, 0));
             let tuple = FourTuple::ipv4((client.into(), port), (vip.into(), vip_port));
-            let hash = |addresses: [u32; 2], ports: [u16; 2]| {
+            let symmetric_hash = |addresses: [u32; 2], ports: [u16; 2]| {
                 let bytes: Vec<u8> = addresses.iter().flat_map(|address| address.to_be_bytes())
                     .chain(ports.iter().flat_map(|port| port.to_be_bytes())).collect();
                 key_without_transform.toeplitz_hash(&bytes)
@@ -514,14 +514,14 @@ mod tests {
             let (xor, xor_ports) = (client ^ vip, port ^ vip_port);
             let hashes_with_transform = |input| {
                 let key = key_without_transform.with_input_transform(input);
-                (key.toeplitz_hash(&tuple.bytes()), key.toeplitz_tables().hash(&tuple.bytes()))
+                (key.toeplitz_hash(&tuple.bytes()), key.toeplitz_tables().hash_four_tuple(&tuple.bytes()))
             };
-            let expected_hash = hash([xor, xor], [xor_ports, xor_ports]);
-            prop_assert_eq!(hashes_with_transform(InputTransform::SymmetricXor), (expected_hash, expected_hash));
-            let expected = hash([client | vip, xor], [port | vip_port, xor_ports]);
-            prop_assert_eq!(hashes_with_transform(InputTransform::SymmetricOrXor), (expected, expected));
+            let expected_hash = symmetric_hash([xor, xor], [xor_ports, xor_ports]);
+            prop_assert_eq!(hashes_with_transform(RssInputTransform::SymmetricXor), (expected_hash, expected_hash));
+            let expected = symmetric_hash([client | vip, xor], [port | vip_port, xor_ports]);
+            prop_assert_eq!(hashes_with_transform(RssInputTransform::SymmetricOrXor), (expected, expected));
             let reverse_tuple = FourTuple::ipv4((vip.into(), vip_port), (client.into(), port));
-            let reverse_hash = key_without_transform.with_input_transform(InputTransform::SymmetricOrXor)
+            let reverse_hash = key_without_transform.with_input_transform(RssInputTransform::SymmetricOrXor)
                 .toeplitz_hash(&reverse_tuple.bytes());
             prop_assert_eq!(reverse_hash, expected, "both directions hash alike");
         }
@@ -559,7 +559,7 @@ mod tests {
         assert_eq!(hash_by_tables, rss.key.toeplitz_hash(&input));
         assert_eq!(RssConfig::from_emulated_registers(&registers), Ok(rss.clone()));
         let config_with_transform =
-            RssConfig { key: rss.key.with_input_transform(InputTransform::SymmetricOrXor), ..rss };
+            RssConfig { key: rss.key.with_input_transform(RssInputTransform::SymmetricOrXor), ..rss };
         assert_eq!(
             RssConfig::from_emulated_registers(&config_with_transform.to_emulated_registers(4).unwrap()),
             Ok(config_with_transform)

@@ -19,7 +19,7 @@ pub const MAX_TSVAL_STEP_MS: u32 = intf::MAX_STEP_MS;
 
 /// Time part of a TSval that is sent to the client, with the TSval from which it is derived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TimePart {
+pub struct TsvalTimePart {
     /// Time part (16 bits), before the time mask is added.
     pub time_bits: u16,
     /// Server's own TSval at the time of sending, by which the fleet's key for the stamp is selected.
@@ -29,9 +29,9 @@ pub struct TimePart {
 /// TSval with a maximum step that was sent to the client, as in `struct clamped_timestamp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ClampedTimestamp {
-    clamped_time_part: TimePart,
+    clamped_time_part: TsvalTimePart,
     /// Last TSecr of the client before the step.
-    previous_tsecr: TimePart,
+    previous_tsecr: TsvalTimePart,
     is_confirmed: bool,
 }
 
@@ -47,8 +47,8 @@ pub struct PawsClamp {
 impl PawsClamp {
     /// Returns the time part to send with a packet. `server_tsval_ms` is the server's own TSval. `last_tsecr` is the
     /// client's last TSecr as it was restored for the kernel, or 0 if there is none.
-    pub fn time_part_to_send(&mut self, server_tsval_ms: u32, last_tsecr: u32) -> TimePart {
-        let unclamped_time_part = TimePart { time_bits: server_tsval_ms as u16, original_tsval: server_tsval_ms };
+    pub fn time_part_to_send(&mut self, server_tsval_ms: u32, last_tsecr: u32) -> TsvalTimePart {
+        let unclamped_time_part = TsvalTimePart { time_bits: server_tsval_ms as u16, original_tsval: server_tsval_ms };
         let elapsed_ms = server_tsval_ms.wrapping_sub(last_tsecr);
         // A genuine restored TSecr is never further ahead, so this one was forged.
         let is_forged = (elapsed_ms.wrapping_add(TSVAL_RESTORE_SLACK_MS) as i32) < 0;
@@ -74,13 +74,13 @@ impl PawsClamp {
         if distance_ms < MAX_TSVAL_STEP_MS {
             return unclamped_time_part;
         }
-        let clamped_time_part = TimePart {
+        let clamped_time_part = TsvalTimePart {
             time_bits: client_time_bits.wrapping_add(MAX_TSVAL_STEP_MS as u16),
             original_tsval: server_tsval_ms,
         };
         self.last_clamped_timestamp = Some(ClampedTimestamp {
             clamped_time_part,
-            previous_tsecr: TimePart { time_bits: client_time_bits, original_tsval: last_tsecr },
+            previous_tsecr: TsvalTimePart { time_bits: client_time_bits, original_tsval: last_tsecr },
             is_confirmed: false,
         });
         self.last_clamp_tsval_ms = server_tsval_ms;
@@ -118,7 +118,7 @@ impl PawsClamp {
             return restore_tsval(time_part, now_ms);
         }
         // This was sent before the clamped packet, so less than a largest step after the client's TSecr of that time.
-        let TimePart { time_bits, original_tsval } = held_timestamp.previous_tsecr;
+        let TsvalTimePart { time_bits, original_tsval } = held_timestamp.previous_tsecr;
         let (time_step, clamp_offset_ms) =
             (time_part.wrapping_sub(time_bits), (original_tsval as u16).wrapping_sub(time_bits));
         match (time_step, time_step.checked_sub(clamp_offset_ms)) {
@@ -139,7 +139,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::cookie::{Cookie, CookieKey, FleetCookieKeys, KeyIndex, decode_cookie, decode_time_part, stamp_tsval};
+    use crate::cookie::{
+        Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys, decode_cookie, decode_time_part, stamp_tsval,
+    };
     use crate::{FourTuple, ServerId};
 
     const TIME_KEY: CookieKey = CookieKey { k0: 77, k1: 78 };
@@ -192,7 +194,7 @@ mod tests {
     }
 
     /// Server and client of one connection, with the packets in flight between them.
-    struct Connection {
+    struct TestConnection {
         now_ms: u32,
         keys: FleetCookieKeys,
         key_switch_ms: u32,
@@ -212,13 +214,13 @@ mod tests {
         Cookie::Server(ServerId::try_from(4711).unwrap())
     }
 
-    impl Connection {
+    impl TestConnection {
         fn new(now_ms: u32, port: u16) -> Self {
             let mut connection = Self {
                 now_ms,
                 keys: FleetCookieKeys {
                     keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
-                    current_key_index: KeyIndex::First,
+                    current_key_index: CookieKeyIndex::First,
                 },
                 key_switch_ms: now_ms.wrapping_sub(1000),
                 paws_clamp: PawsClamp {
@@ -318,13 +320,13 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(5000))]
         #[test]
         fn client_never_receives_a_decreasing_tsval(start_ms: u32, port: u16, events in event_sequences()) {
-            let mut connection = Connection::new(start_ms, port);
+            let mut connection = TestConnection::new(start_ms, port);
             events.into_iter().for_each(|event| connection.apply_event(event));
         }
 
         #[test]
         fn clamp_ends_within_a_few_round_trips_after_silence(start_ms: u32, port: u16, silence_ms in 0u32..2_000_000) {
-            let mut connection = Connection::new(start_ms, port);
+            let mut connection = TestConnection::new(start_ms, port);
             connection.apply_event(ConnectionEvent::Silence { milliseconds: silence_ms });
             // Every largest step is half of the circle.
             for _ in 0..=silence_ms / MAX_TSVAL_STEP_MS {

@@ -207,15 +207,15 @@ impl FourTuple {
     /// or 36 for IPv6). These bytes are the input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of
     /// the cookie's keyed hash.
     pub fn bytes(&self) -> FourTupleBytes {
-        let mut bytes = FourTupleBytes { buffer: [0; 36], length: 0 };
+        let mut bytes = FourTupleBytes { buffer: [0; 36], byte_count: 0 };
         for address in [self.client.ip(), self.vip.ip()] {
             match address {
-                IpAddr::V4(v4) => bytes.push(&v4.octets()),
-                IpAddr::V6(v6) => bytes.push(&v6.octets()),
+                IpAddr::V4(v4) => bytes.push_bytes(&v4.octets()),
+                IpAddr::V6(v6) => bytes.push_bytes(&v6.octets()),
             }
         }
-        bytes.push(&self.client.port().to_be_bytes());
-        bytes.push(&self.vip.port().to_be_bytes());
+        bytes.push_bytes(&self.client.port().to_be_bytes());
+        bytes.push_bytes(&self.vip.port().to_be_bytes());
         bytes
     }
 }
@@ -224,13 +224,13 @@ impl FourTuple {
 #[derive(Debug, Clone, Copy)]
 pub struct FourTupleBytes {
     buffer: [u8; 36],
-    length: usize,
+    byte_count: usize,
 }
 
 impl FourTupleBytes {
-    fn push(&mut self, bytes: &[u8]) {
-        self.buffer[self.length..self.length + bytes.len()].copy_from_slice(bytes);
-        self.length += bytes.len();
+    fn push_bytes(&mut self, bytes: &[u8]) {
+        self.buffer[self.byte_count..self.byte_count + bytes.len()].copy_from_slice(bytes);
+        self.byte_count += bytes.len();
     }
 }
 
@@ -238,7 +238,7 @@ impl std::ops::Deref for FourTupleBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.buffer[..self.length]
+        &self.buffer[..self.byte_count]
     }
 }
 

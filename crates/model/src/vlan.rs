@@ -27,7 +27,7 @@ impl Vlan {
     }
 
     /// Returns the VLAN id, or 0 for untagged frames.
-    pub fn get(self) -> u16 {
+    pub fn id_or_zero(self) -> u16 {
         self.0
     }
 
@@ -48,7 +48,7 @@ mod tests {
 
     #[test]
     fn reserved_vlan_ids_are_rejected() {
-        assert_eq!(Vlan::new(4094).unwrap().get(), 4094);
+        assert_eq!(Vlan::new(4094).unwrap().id_or_zero(), 4094);
         assert_eq!(Vlan::new(0), Err(VlanIdOutOfRange(0)));
         assert_eq!(Vlan::new(4095).unwrap_err().to_string(), "VLAN 4095: expected 1 to 4094");
         assert_eq!(Vlan::new(65_537), Err(VlanIdOutOfRange(65_537)));

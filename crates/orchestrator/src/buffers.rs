@@ -19,12 +19,12 @@ impl RequestBuffer {
 
 /// Pool with a fixed number of request buffers.
 #[derive(Debug)]
-pub struct BufferPool {
+pub struct RequestBufferPool {
     buffers: Vec<RequestBuffer>,
     free_handles: Vec<u32>,
 }
 
-impl BufferPool {
+impl RequestBufferPool {
     /// Returns a pool with `buffer_count` buffers, each for a request of at most `buffer_bytes` bytes.
     pub fn new(buffer_count: usize, buffer_bytes: usize) -> Self {
         let client = SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0);
@@ -36,7 +36,7 @@ impl BufferPool {
     /// Copies a request into a free buffer and returns the buffer's handle. Panics when no buffer is free or the
     /// request is too long.
     #[inline]
-    pub fn store(&mut self, client: SocketAddrV4, arrived_ns: u64, payload: &[u8]) -> u32 {
+    pub fn store_request(&mut self, client: SocketAddrV4, arrived_ns: u64, payload: &[u8]) -> u32 {
         let free_handle = self.free_handles.pop().expect("a buffer for each request that waits, and one more");
         let buffer = &mut self.buffers[free_handle as usize];
         (buffer.client, buffer.arrived_ns, buffer.payload_length) = (client, arrived_ns, payload.len());

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use anyhow::Context as _;
 
-use crate::config::Config;
-use crate::daemon::Daemon;
+use crate::config::OrchestratorConfig;
+use crate::daemon::OrchestratorDaemon;
 use crate::intake::RequestIntake;
 
 #[derive(Debug, Clone, clap::Args)]
@@ -17,29 +17,30 @@ pub struct OrchestrateArgs {
     config: PathBuf,
 }
 
-/// Daemon whose privileged resources are open, so that the process can drop its capabilities before [`run`].
+/// Daemon whose privileged resources are open, so that the process can drop its capabilities before
+/// [`run_orchestrator`].
 #[derive(Debug)]
-pub struct PreparedDaemon {
-    config: Config,
+pub struct PreparedOrchestrator {
+    config: OrchestratorConfig,
     request_intake: RequestIntake,
 }
 
 /// Reads the configuration file and opens everything for which capabilities are needed. Fails when the file has
 /// mistakes.
-pub fn prepare(args: &OrchestrateArgs) -> anyhow::Result<PreparedDaemon> {
-    let config = Config::load(&args.config)?;
+pub fn prepare_orchestrator(args: &OrchestrateArgs) -> anyhow::Result<PreparedOrchestrator> {
+    let config = OrchestratorConfig::load(&args.config)?;
     let request_intake = RequestIntake::open(&config);
-    Ok(PreparedDaemon { config, request_intake })
+    Ok(PreparedOrchestrator { config, request_intake })
 }
 
 /// Runs the daemon until SIGTERM or SIGINT, and then returns its counters as JSON. Fails when sockets or the shared
 /// memory are unavailable.
-pub fn run(prepared_daemon: PreparedDaemon) -> anyhow::Result<String> {
-    let PreparedDaemon { config, request_intake: intake } = prepared_daemon;
+pub fn run_orchestrator(prepared_daemon: PreparedOrchestrator) -> anyhow::Result<String> {
+    let PreparedOrchestrator { config, request_intake: intake } = prepared_daemon;
     let stop_flag = Arc::new(AtomicBool::new(false));
     let signal_flag = stop_flag.clone();
     ctrlc::set_handler(move || signal_flag.store(true, Relaxed)).context("cannot handle SIGTERM and SIGINT")?;
-    let mut daemon = Daemon::start(&config, intake)?;
+    let mut daemon = OrchestratorDaemon::start(&config, intake)?;
     let (memory, services) = (config.shared_memory_path.display(), config.engine_config.services.len());
     let core_count = config.engine_config.core_count;
     tracing::info!(
@@ -49,6 +50,6 @@ pub fn run(prepared_daemon: PreparedDaemon) -> anyhow::Result<String> {
         cores = core_count,
         "the orchestrator accepts requests and workers"
     );
-    daemon.run(&stop_flag)?;
+    daemon.run_until_stopped(&stop_flag)?;
     Ok(daemon.current_status().to_json().to_string())
 }

@@ -6,26 +6,26 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, BoundedDuration, BoundedInteger, HOUR_NS, InterfaceName, MILLISECOND_NS, Name, Reader, SECOND_NS,
-    Spanned, config_file, config_struct, string_enum,
+    AbsolutePath, BoundedDuration, BoundedInteger, HOUR_NS, InterfaceName, MILLISECOND_NS, PrintableName, SECOND_NS,
+    Spanned, TomlReader, config_file, config_struct, string_enum,
 };
 use coreward_model::dispatch::{
-    FirstEligibleOutConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, QueueConfig, RankRule, Ranking, RateLimit,
-    SchedulingParameters, Selection,
+    DispatchRateLimit, EligibilityRule, FirstEligibleOutConfig, Lambda, MAX_SCHEDULED_SERVICES, MAX_SHARE_WEIGHT,
+    MemberRanking, RankRule, SchedulingGroupConfig, SchedulingParameters, ServiceQueueConfig,
 };
 use coreward_runtime::ServiceEntry;
 
-use crate::classify::{Classifier, PayloadPattern};
-use crate::engine::{EngineConfig, ServiceConfig};
+use crate::classify::{PayloadPattern, RequestClassifier};
+use crate::engine::{DispatchEngineConfig, EngineServiceConfig};
 
 #[derive(Debug, Clone)]
-pub struct Config {
+pub struct OrchestratorConfig {
     pub shared_memory_path: PathBuf,
     /// Listening addresses, each with the classifier for its requests.
-    pub listeners: Vec<(SocketAddrV4, Classifier)>,
+    pub listeners: Vec<(SocketAddrV4, RequestClassifier)>,
     /// Interface at which AF_XDP receives requests, or `None` if only UDP sockets receive them.
     pub af_xdp_interface: Option<String>,
-    pub engine_config: EngineConfig,
+    pub engine_config: DispatchEngineConfig,
     /// Time for which the idle daemon sleeps between polls while cores have requests. With 0, it always polls.
     pub idle_sleep: Duration,
     pub metrics_address: Option<SocketAddr>,
@@ -38,11 +38,11 @@ const MAX_DEADLINE_NS: u64 = 4 * SECOND_NS;
 
 config_struct! {
     /// Configuration file before its values are checked.
-    pub struct UncheckedConfig {
+    pub struct UncheckedOrchestratorConfig {
         /// Path of the file with the memory that daemon and workers share, in a directory of the daemon's user.
         memory: AbsolutePath,
         /// Way in which requests are received: by sockets, or by AF_XDP and sockets.
-        intake: Option<Spanned<IntakeName>>,
+        intake: Option<Spanned<RequestIntakeName>>,
         /// Interface at which AF_XDP receives requests.
         interface: Option<Spanned<InterfaceName>>,
         /// Number of cores that can have a worker.
@@ -50,11 +50,11 @@ config_struct! {
         /// Upper bound of a core's rank. A core whose rank reaches this bound gets no further requests.
         depth: BoundedInteger<1, 64> = BoundedInteger(4),
         /// Rule that determines how a core's outstanding requests count in its rank.
-        policy: PolicyName = PolicyName(RankRule::Ranked),
+        policy: RankRuleName = RankRuleName(RankRule::Ranked),
         /// Whether a service for which no core is eligible blocks the services after it.
-        scheduler: SchedulerName = SchedulerName(Selection::FirstEligible),
+        scheduler: SchedulerName = SchedulerName(EligibilityRule::FirstEligible),
         /// Rule that orders the groups, or the services if there are no groups.
-        ranking: RankingName = RankingName(Ranking::StrictPriority),
+        ranking: RankingName = RankingName(MemberRanking::StrictPriority),
         /// Maximum number of requests that wait for a core.
         waiting: BoundedInteger<1, 65536> = BoundedInteger(4096),
         /// Maximum length of requests and responses in bytes.
@@ -66,22 +66,22 @@ config_struct! {
         /// Address at which metrics are served for Prometheus; without it, no metrics are served.
         metrics: Option<SocketAddr>,
         /// Groups of services that are ranked together.
-        groups as "group": Vec<Spanned<GroupTable>>,
+        groups as "group": Vec<Spanned<ServiceGroupTable>>,
         /// Services whose requests the daemon dispatches to cores.
         services as "service": Spanned<Vec<Spanned<ServiceTable>>>,
     }
 }
 
 config_struct! {
-    struct GroupTable {
+    struct ServiceGroupTable {
         /// Name of the group.
-        name: Name,
+        name: PrintableName,
         /// Rule that orders the services of the group.
-        ranking: RankingName = RankingName(Ranking::StrictPriority),
+        ranking: RankingName = RankingName(MemberRanking::StrictPriority),
         /// Priority of the group among all groups; 0 is the highest.
         priority: BoundedInteger<0, 63> = BoundedInteger(0),
         /// Weight of the group among all groups.
-        weight: BoundedInteger<1, { MAX_WEIGHT as u64 }> = BoundedInteger(1),
+        weight: BoundedInteger<1, { MAX_SHARE_WEIGHT as u64 }> = BoundedInteger(1),
         /// Time from a request's arrival to its deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Maximum number of requests that are dispatched per second.
@@ -98,15 +98,15 @@ config_struct! {
         listen: SocketAddr,
         /// Pattern that the service's requests match. Without it, the service gets all requests to the address that
         /// match no other service.
-        pattern as "match": Option<MatchTable>,
+        pattern as "match": Option<PayloadMatchTable>,
         /// Priority of the service, which selects the queue at each core; 0 is the highest.
         priority: BoundedInteger<0, 7> = BoundedInteger(0),
         /// Weight in a core's rank, from 0 to 1, of requests whose priority is lower than that of the new request.
         lambda: f64 = Lambda::PAPER_VALUE.get(),
         /// Name of the service's group.
-        group: Option<Name>,
+        group: Option<PrintableName>,
         /// Weight of the service in its group.
-        weight: BoundedInteger<1, { MAX_WEIGHT as u64 }> = BoundedInteger(1),
+        weight: BoundedInteger<1, { MAX_SHARE_WEIGHT as u64 }> = BoundedInteger(1),
         /// Time from a request's arrival to its deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Maximum number of requests that are dispatched per second.
@@ -118,7 +118,7 @@ config_struct! {
 }
 
 config_struct! {
-    struct MatchTable {
+    struct PayloadMatchTable {
         /// Offset in the payload at which the number or text is expected.
         offset: BoundedInteger<0, 65500> = BoundedInteger(0),
         /// Number that a matching payload has at the offset.
@@ -132,69 +132,78 @@ config_struct! {
     }
 }
 
-struct IntakeName(IntakeKind);
+struct RequestIntakeName(RequestIntakeKind);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum IntakeKind {
+enum RequestIntakeKind {
     Socket,
     AfXdp,
 }
 
 string_enum!(
-    IntakeName,
+    RequestIntakeName,
     "intake",
-    [("socket".to_owned(), IntakeName(IntakeKind::Socket)), ("af-xdp".to_owned(), IntakeName(IntakeKind::AfXdp))]
-);
-
-struct PolicyName(RankRule);
-
-string_enum!(
-    PolicyName,
-    "policy",
     [
-        ("jbsrq".to_owned(), PolicyName(RankRule::Ranked)),
-        ("global-jbsq".to_owned(), PolicyName(RankRule::Global)),
-        ("per-service-jbsq".to_owned(), PolicyName(RankRule::PerService)),
+        ("socket".to_owned(), RequestIntakeName(RequestIntakeKind::Socket)),
+        ("af-xdp".to_owned(), RequestIntakeName(RequestIntakeKind::AfXdp))
     ]
 );
 
-struct SchedulerName(Selection);
+struct RankRuleName(RankRule);
+
+string_enum!(
+    RankRuleName,
+    "policy",
+    [
+        ("jbsrq".to_owned(), RankRuleName(RankRule::Ranked)),
+        ("global-jbsq".to_owned(), RankRuleName(RankRule::Global)),
+        ("per-service-jbsq".to_owned(), RankRuleName(RankRule::PerService)),
+    ]
+);
+
+struct SchedulerName(EligibilityRule);
 
 string_enum!(
     SchedulerName,
     "scheduler",
-    [("feo".to_owned(), SchedulerName(Selection::FirstEligible)), ("pifo".to_owned(), SchedulerName(Selection::Pifo)),]
+    [
+        ("feo".to_owned(), SchedulerName(EligibilityRule::FirstEligible)),
+        ("pifo".to_owned(), SchedulerName(EligibilityRule::Pifo)),
+    ]
 );
 
-struct RankingName(Ranking);
+struct RankingName(MemberRanking);
 
 string_enum!(
     RankingName,
     "ranking",
     [
-        ("priority".to_owned(), RankingName(Ranking::StrictPriority)),
-        ("share".to_owned(), RankingName(Ranking::WeightedShare)),
-        ("deadline".to_owned(), RankingName(Ranking::EarliestDeadline)),
+        ("priority".to_owned(), RankingName(MemberRanking::StrictPriority)),
+        ("share".to_owned(), RankingName(MemberRanking::WeightedShare)),
+        ("deadline".to_owned(), RankingName(MemberRanking::EarliestDeadline)),
     ]
 );
 
 /// Services without mistakes, with the queue of each service in the same order, and the addresses at which they listen.
 struct CheckedServices {
-    listeners: Vec<(SocketAddrV4, Classifier)>,
-    services: Vec<ServiceConfig>,
-    queues: Vec<QueueConfig>,
+    listeners: Vec<(SocketAddrV4, RequestClassifier)>,
+    services: Vec<EngineServiceConfig>,
+    queues: Vec<ServiceQueueConfig>,
 }
 
-config_file!(Config, |table: UncheckedConfig, reader| table.check(reader));
+config_file!(OrchestratorConfig, |table: UncheckedOrchestratorConfig, reader| table.into_checked_config(reader));
 
-impl UncheckedConfig {
-    fn check(self, reader: &mut Reader<'_>) -> Option<Config> {
+impl UncheckedOrchestratorConfig {
+    fn into_checked_config(self, reader: &mut TomlReader<'_>) -> Option<OrchestratorConfig> {
         let service_count = self.services.get_ref().len();
-        if !(1..=MAX_SERVICES).contains(&service_count) {
-            reader.report(self.services.span(), format!("{service_count} services: expected 1 to {MAX_SERVICES}"));
+        if !(1..=MAX_SCHEDULED_SERVICES).contains(&service_count) {
+            reader.report_mistake(
+                self.services.span(),
+                format!("{service_count} services: expected 1 to {MAX_SCHEDULED_SERVICES}"),
+            );
         }
         let group_configs = self.group_configs(reader);
-        let af_xdp_interface = self.af_xdp_interface(reader);
+        let af_xdp_interface = self.checked_af_xdp_interface(reader);
         let CheckedServices { listeners, services, queues } =
             self.check_services(&group_configs, af_xdp_interface.is_some(), reader)?;
         let scheduler_config = FirstEligibleOutConfig {
@@ -202,9 +211,9 @@ impl UncheckedConfig {
             groups: group_configs,
             queues,
             selection: self.scheduler.0,
-            capacity: self.waiting.0 as usize,
+            max_waiting_requests: self.waiting.0 as usize,
         };
-        let engine_config = EngineConfig {
+        let engine_config = DispatchEngineConfig {
             core_count: self.cores.0 as u16,
             rank_bound: NonZeroU16::new(self.depth.0 as u16)?,
             rank_rule: self.policy.0,
@@ -214,18 +223,25 @@ impl UncheckedConfig {
             stall_after: self.stall_after.0,
         };
         let (shared_memory_path, idle_sleep, metrics_address) = (self.memory.0, self.sleep.0, self.metrics);
-        Some(Config { shared_memory_path, listeners, af_xdp_interface, engine_config, idle_sleep, metrics_address })
+        Some(OrchestratorConfig {
+            shared_memory_path,
+            listeners,
+            af_xdp_interface,
+            engine_config,
+            idle_sleep,
+            metrics_address,
+        })
     }
 
     /// Checks the services, and returns those without mistakes. Returns `None` if a service's group has no
     /// configuration.
     fn check_services(
         &self,
-        group_configs: &[GroupConfig],
+        group_configs: &[SchedulingGroupConfig],
         uses_af_xdp: bool,
-        reader: &mut Reader<'_>,
+        reader: &mut TomlReader<'_>,
     ) -> Option<CheckedServices> {
-        let mut listeners: Vec<(SocketAddrV4, Classifier)> = Vec::new();
+        let mut listeners: Vec<(SocketAddrV4, RequestClassifier)> = Vec::new();
         let (mut services, mut queues) = (Vec::new(), Vec::new());
         for (service_number, spanned_service) in self.services.get_ref().iter().enumerate() {
             let service_table = spanned_service.get_ref();
@@ -241,31 +257,35 @@ impl UncheckedConfig {
                 continue;
             };
             let listener_index = listeners.iter().position(|(listen, _)| *listen == address).unwrap_or_else(|| {
-                listeners.push((address, Classifier::default()));
+                listeners.push((address, RequestClassifier::default()));
                 listeners.len() - 1
             });
-            listeners[listener_index].1.rules.push((service_number as u8, pattern));
+            listeners[listener_index].1.services_and_patterns.push((service_number as u8, pattern));
             let priority = service_table.priority.0 as u8;
-            services.push(ServiceConfig { service_entry: ServiceEntry { address, priority }, lambda });
+            services.push(EngineServiceConfig { service_entry: ServiceEntry { address, priority }, lambda });
             let scheduling_parameters =
                 service_table.scheduling_parameters(group_configs.get(usize::from(group))?.ranking);
-            queues.push(QueueConfig { group_index: group, parameters: scheduling_parameters, drop_priority: priority });
+            queues.push(ServiceQueueConfig {
+                group_index: group,
+                parameters: scheduling_parameters,
+                drop_priority: priority,
+            });
         }
         Some(CheckedServices { listeners, services, queues })
     }
 
-    fn af_xdp_interface(&self, reader: &mut Reader<'_>) -> Option<String> {
-        let af_xdp_intake = self.intake.as_ref().filter(|intake| intake.get_ref().0 == IntakeKind::AfXdp);
+    fn checked_af_xdp_interface(&self, reader: &mut TomlReader<'_>) -> Option<String> {
+        let af_xdp_intake = self.intake.as_ref().filter(|intake| intake.get_ref().0 == RequestIntakeKind::AfXdp);
         match (af_xdp_intake, &self.interface) {
             (Some(intake), None) => {
                 let mistake =
                     "intake = \"af-xdp\" without `interface`: expected the interface at which requests arrive";
-                reader.report(intake.span(), mistake.to_owned());
+                reader.report_mistake(intake.span(), mistake.to_owned());
                 None
             }
             (None, Some(interface)) => {
                 let mistake = "interface without intake = \"af-xdp\": expected both or neither";
-                reader.report(interface.span(), mistake.to_owned());
+                reader.report_mistake(interface.span(), mistake.to_owned());
                 None
             }
             (Some(_), Some(interface)) => Some(interface.get_ref().0.clone()),
@@ -274,32 +294,32 @@ impl UncheckedConfig {
     }
 
     /// Returns the configuration of each group. If the file has no group, all services form one.
-    fn group_configs(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
+    fn group_configs(&self, reader: &mut TomlReader<'_>) -> Vec<SchedulingGroupConfig> {
         if self.groups.is_empty() {
-            return vec![GroupConfig { parameters: SchedulingParameters::new(1), ranking: self.ranking.0 }];
+            return vec![SchedulingGroupConfig { parameters: SchedulingParameters::new(1), ranking: self.ranking.0 }];
         }
         for (group_number, spanned_group) in self.groups.iter().enumerate() {
             let group_name = &spanned_group.get_ref().name;
             if self.groups[..group_number].iter().any(|other| other.get_ref().name == *group_name) {
-                reader.report(
+                reader.report_mistake(
                     spanned_group.span(),
                     format!("group {:?} is listed twice: expected each once", group_name.0),
                 );
             }
         }
-        if let Some(first_excess_group) = self.groups.get(MAX_SERVICES) {
-            reader.report(
+        if let Some(first_excess_group) = self.groups.get(MAX_SCHEDULED_SERVICES) {
+            reader.report_mistake(
                 first_excess_group.span(),
-                format!("{} groups: expected at most {MAX_SERVICES}", self.groups.len()),
+                format!("{} groups: expected at most {MAX_SCHEDULED_SERVICES}", self.groups.len()),
             );
         }
-        let to_group_config = |group: &Spanned<GroupTable>| {
-            let GroupTable { ranking, priority, weight, deadline, rate, burst, .. } = group.get_ref();
+        let to_group_config = |group: &Spanned<ServiceGroupTable>| {
+            let ServiceGroupTable { ranking, priority, weight, deadline, rate, burst, .. } = group.get_ref();
             let ranking_parameter = ranking_parameter(self.ranking.0, priority.0, weight.0, deadline.0);
-            GroupConfig {
+            SchedulingGroupConfig {
                 parameters: SchedulingParameters {
                     rank_parameter: ranking_parameter,
-                    rate_limit: rate_limit(rate.as_ref(), *burst),
+                    rate_limit: rate_limit_from_config(rate.as_ref(), *burst),
                 },
                 ranking: ranking.0,
             }
@@ -319,24 +339,27 @@ impl UncheckedConfig {
     }
 }
 
-fn ranking_parameter(ranking: Ranking, priority: u64, weight: u64, deadline: Duration) -> u32 {
+fn ranking_parameter(ranking: MemberRanking, priority: u64, weight: u64, deadline: Duration) -> u32 {
     match ranking {
-        Ranking::StrictPriority => priority as u32,
-        Ranking::WeightedShare => weight as u32,
-        Ranking::EarliestDeadline => deadline.as_nanos() as u32,
+        MemberRanking::StrictPriority => priority as u32,
+        MemberRanking::WeightedShare => weight as u32,
+        MemberRanking::EarliestDeadline => deadline.as_nanos() as u32,
     }
 }
 
-fn rate_limit(rate: Option<&BoundedInteger<1, SECOND_NS>>, burst: BoundedInteger<1, 65536>) -> Option<RateLimit> {
-    rate.map(|rate| RateLimit { token_interval: SECOND_NS / rate.0, burst: burst.0 as u32 })
+fn rate_limit_from_config(
+    rate: Option<&BoundedInteger<1, SECOND_NS>>,
+    burst: BoundedInteger<1, 65536>,
+) -> Option<DispatchRateLimit> {
+    rate.map(|rate| DispatchRateLimit { token_interval: SECOND_NS / rate.0, burst_tokens: burst.0 as u32 })
 }
 
 impl ServiceTable {
-    fn scheduling_parameters(&self, ranking: Ranking) -> SchedulingParameters {
+    fn scheduling_parameters(&self, ranking: MemberRanking) -> SchedulingParameters {
         let ranking_parameter = ranking_parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
         SchedulingParameters {
             rank_parameter: ranking_parameter,
-            rate_limit: rate_limit(self.rate.as_ref(), self.burst),
+            rate_limit: rate_limit_from_config(self.rate.as_ref(), self.burst),
         }
     }
 
@@ -366,6 +389,6 @@ impl ServiceTable {
             (None, Some(prefix)) if !prefix.is_empty() => prefix.as_bytes().to_vec(),
             _ => return Err("match: expected either `value` or `prefix`".to_owned()),
         };
-        Ok(Some(PayloadPattern { offset: pattern.offset.0 as usize, bytes: pattern_bytes }))
+        Ok(Some(PayloadPattern { byte_offset: pattern.offset.0 as usize, expected_bytes: pattern_bytes }))
     }
 }

@@ -12,12 +12,12 @@ use coreward_daemon::{metrics_endpoint, service_manager};
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
-use crate::classify::Classifier;
-use crate::config::Config;
-use crate::engine::{Engine, ServiceCounters};
+use crate::classify::RequestClassifier;
+use crate::config::OrchestratorConfig;
+use crate::engine::{DispatchEngine, ServiceCounters};
 use crate::intake::RequestIntake;
-use crate::report::{OrchestratorStatus, ServiceStatus, SharedStatus};
-use crate::socket::BatchSocket;
+use crate::report::{OrchestratorStatus, ServiceStatus, SharedOrchestratorStatus};
+use crate::socket::UdpBatchSocket;
 
 /// Interval in nanoseconds between checks of the workers. A new worker is accepted after at most this time.
 const MAINTENANCE_INTERVAL_NS: u64 = 10_000_000;
@@ -25,44 +25,44 @@ const MAINTENANCE_INTERVAL_NS: u64 = 10_000_000;
 const IDLE_SPIN_NS: u64 = 20_000;
 
 #[derive(Debug)]
-pub struct Daemon {
-    engine: Engine,
+pub struct OrchestratorDaemon {
+    engine: DispatchEngine,
     intake: RequestIntake,
-    listeners: Vec<Listener>,
+    listeners: Vec<RequestListener>,
     listener_index_of_service: Vec<usize>,
     started_at: Instant,
     idle_sleep: Duration,
     next_maintenance_ns: u64,
     unclassified_datagrams: u64,
     /// Status that is shared with the metrics server, or `None` if no metrics are served.
-    shared_status: Option<Arc<SharedStatus>>,
+    shared_status: Option<Arc<SharedOrchestratorStatus>>,
 }
 
 #[derive(Debug)]
-struct Listener {
+struct RequestListener {
     address: SocketAddrV4,
-    batch_socket: BatchSocket,
-    classifier: Classifier,
+    batch_socket: UdpBatchSocket,
+    classifier: RequestClassifier,
 }
 
-impl Daemon {
+impl OrchestratorDaemon {
     /// Creates the daemon, which binds its sockets and creates the workers' shared memory. The `intake` is already
     /// open, because opening it needs capabilities. Fails when a socket cannot be bound or the memory cannot be
     /// created.
-    pub fn start(config: &Config, intake: RequestIntake) -> anyhow::Result<Self> {
+    pub fn start(config: &OrchestratorConfig, intake: RequestIntake) -> anyhow::Result<Self> {
         let mut listeners = Vec::new();
         let mut listener_index_of_service = vec![0; config.engine_config.services.len()];
         for (address, classifier) in &config.listeners {
             let payload_bytes = usize::from(config.engine_config.payload_bytes);
-            let socket = BatchSocket::bind(*address, payload_bytes);
+            let socket = UdpBatchSocket::bind(*address, payload_bytes);
             let batch_socket = socket.with_context(|| format!("cannot listen on {address}"))?;
             classifier
-                .rules
+                .services_and_patterns
                 .iter()
                 .for_each(|(service, _)| listener_index_of_service[usize::from(*service)] = listeners.len());
-            listeners.push(Listener { address: *address, batch_socket, classifier: classifier.clone() });
+            listeners.push(RequestListener { address: *address, batch_socket, classifier: classifier.clone() });
         }
-        let engine = Engine::new(&config.shared_memory_path, &config.engine_config)?;
+        let engine = DispatchEngine::new(&config.shared_memory_path, &config.engine_config)?;
         let (started_at, idle_sleep) = (Instant::now(), config.idle_sleep);
         let (next_maintenance_ns, unclassified_datagrams, shared_status) = (0, 0, None);
         let mut daemon = Self {
@@ -77,16 +77,16 @@ impl Daemon {
             shared_status,
         };
         if config.metrics_address.is_some() {
-            let shared_status = Arc::new(SharedStatus::new(daemon.current_status()));
+            let shared_status = Arc::new(SharedOrchestratorStatus::new(daemon.current_status()));
             daemon.shared_status = Some(shared_status.clone());
-            let metrics_snapshot = move || shared_status.request_status().snapshot();
-            metrics_endpoint::serve(config.metrics_address, || (), metrics_snapshot)?;
+            let metrics_snapshot = move || shared_status.request_status().metrics_snapshot();
+            metrics_endpoint::serve_metrics(config.metrics_address, || (), metrics_snapshot)?;
         }
         Ok(daemon)
     }
 
     /// Runs the daemon until `stop_flag` is set. Fails when a socket fails.
-    pub fn run(&mut self, stop_flag: &AtomicBool) -> anyhow::Result<()> {
+    pub fn run_until_stopped(&mut self, stop_flag: &AtomicBool) -> anyhow::Result<()> {
         // The default timer slack of 50 us would double the daemon's sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
         let mut idle_since_ns = 0;
@@ -120,7 +120,7 @@ impl Daemon {
             self.check_workers(now_ns);
             self.intake.check_device();
             if let Some(shared_status) = &self.shared_status {
-                shared_status.publish(|| self.current_status());
+                shared_status.publish_if_requested(|| self.current_status());
             }
         }
         self.listeners.iter_mut().for_each(|listener| listener.batch_socket.flush());
@@ -134,7 +134,7 @@ impl Daemon {
     /// Submits a batch of requests that arrived through AF_XDP to the engine. Returns their number.
     fn receive_from_af_xdp(&mut self, now_ns: u64) -> usize {
         let Self { engine, intake, listeners, unclassified_datagrams: unclassified_count, .. } = self;
-        intake.receive(&mut |datagram| {
+        intake.receive_batches(&mut |datagram| {
             let listener = listeners.iter().find(|listener| listener.address == datagram.destination);
             match listener.and_then(|listener| listener.classifier.classify_request(datagram.payload)) {
                 Some(service) => engine.submit_request(now_ns, service, datagram.source, datagram.payload),
@@ -147,13 +147,13 @@ impl Daemon {
     fn receive_from_sockets(&mut self, now_ns: u64) -> anyhow::Result<usize> {
         let Self { engine, listeners, unclassified_datagrams: unclassified_count, .. } = self;
         let mut received_request_count = 0;
-        for Listener { address, batch_socket: socket, classifier } in listeners {
+        for RequestListener { address, batch_socket: socket, classifier } in listeners {
             let mut submit_request = |client, payload: &[u8]| match classifier.classify_request(payload) {
                 Some(service) => engine.submit_request(now_ns, service, client, payload),
                 None => *unclassified_count += 1,
             };
             received_request_count +=
-                socket.receive(&mut submit_request).with_context(|| format!("{address}: cannot receive"))?;
+                socket.receive_batch(&mut submit_request).with_context(|| format!("{address}: cannot receive"))?;
         }
         Ok(received_request_count)
     }
@@ -161,14 +161,14 @@ impl Daemon {
     fn poll_cores(&mut self, now_ns: u64) -> usize {
         let Self { engine, listeners, listener_index_of_service: listener_of_service, .. } = self;
         engine.poll(now_ns, &mut |service, client, response| {
-            listeners[listener_of_service[usize::from(service)]].batch_socket.send(client, response);
+            listeners[listener_of_service[usize::from(service)]].batch_socket.queue_datagram(client, response);
         })
     }
 
     fn check_workers(&mut self, now_ns: u64) {
         let Self { engine, listeners, listener_index_of_service: listener_of_service, .. } = self;
         engine.check_workers(now_ns, &mut |service, client, response| {
-            listeners[listener_of_service[usize::from(service)]].batch_socket.send(client, response);
+            listeners[listener_of_service[usize::from(service)]].batch_socket.queue_datagram(client, response);
         });
     }
 
@@ -181,7 +181,7 @@ impl Daemon {
             timeout = timeout.min(self.idle_sleep);
         }
         let listener_sockets = self.listeners.iter().map(|listener| listener.batch_socket.as_fd());
-        let polled_sockets = listener_sockets.chain(self.intake.sockets());
+        let polled_sockets = listener_sockets.chain(self.intake.af_xdp_sockets());
         let mut polled_sockets: Vec<PollFd<'_>> =
             polled_sockets.map(|socket| PollFd::new(socket, PollFlags::POLLIN)).collect();
         match ppoll(&mut polled_sockets, Some(TimeSpec::from_duration(timeout)), None) {
@@ -190,7 +190,7 @@ impl Daemon {
         }
     }
 
-    pub fn engine(&self) -> &Engine {
+    pub fn engine(&self) -> &DispatchEngine {
         &self.engine
     }
 
@@ -203,7 +203,7 @@ impl Daemon {
             waiting_requests: dispatch_policy.waiting_request_count(service),
             outstanding_requests: all_cores
                 .clone()
-                .map(|core| u64::from(dispatch_policy.ranks().outstanding_count(service, core)))
+                .map(|core| u64::from(dispatch_policy.ranks().service_outstanding_count(service, core)))
                 .sum(),
         };
         OrchestratorStatus {

@@ -7,20 +7,20 @@ use std::time::Duration;
 
 use coreward_model::dispatch::{
     FirstEligibleOutConfig, FirstEligibleOutConfigError, JoinBoundedShortestRankedQueue, Lambda, LoadMonitor,
-    RankArrays, RankRule, RankedService, ReleasedRequest, StallDetector,
+    RankArrays, RankRule, RankedService, ReleasedRequest, WorkerStallDetector,
 };
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
-use coreward_runtime::layout::Geometry;
-use coreward_runtime::message::{HintMessage, HintTrigger, Message};
+use coreward_runtime::layout::SegmentGeometry;
+use coreward_runtime::message::{HintMessage, HintTrigger, WorkerMessage};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
-use crate::buffers::BufferPool;
+use crate::buffers::RequestBufferPool;
 
 /// Maximum number of responses that are received from one core in one batch. The same limit applies to messages.
 const MAX_BATCH_LENGTH: usize = 64;
 
 #[derive(Debug, Clone)]
-pub struct EngineConfig {
+pub struct DispatchEngineConfig {
     /// Number of cores that can have a worker.
     pub core_count: u16,
     /// Upper bound of a core's rank. A core with this rank gets no further requests.
@@ -28,7 +28,7 @@ pub struct EngineConfig {
     /// Rule that determines how a core's outstanding requests count in its rank.
     pub rank_rule: RankRule,
     /// Configuration of each service, in the order of `scheduler.queues`.
-    pub services: Vec<ServiceConfig>,
+    pub services: Vec<EngineServiceConfig>,
     /// Scheduler, which decides the order in which waiting requests are sent to cores. Its capacity is the number of
     /// request buffers.
     pub scheduler: FirstEligibleOutConfig,
@@ -40,14 +40,14 @@ pub struct EngineConfig {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ServiceConfig {
+pub struct EngineServiceConfig {
     /// Address and priority of the service. The process that serves it must register the same values.
     pub service_entry: ServiceEntry,
     pub lambda: Lambda,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum EngineError {
+pub enum DispatchEngineError {
     /// The shared memory cannot be created.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
@@ -86,10 +86,10 @@ pub struct CoreCounters {
 
 /// Engine that dispatches requests to the cores' workers. All times are in nanoseconds on one monotonic clock.
 #[derive(Debug)]
-pub struct Engine {
+pub struct DispatchEngine {
     dispatch_policy: JoinBoundedShortestRankedQueue<u32>,
     queues: CoreQueues,
-    buffers: BufferPool,
+    buffers: RequestBufferPool,
     services: Vec<ServiceState>,
     cores: Vec<CoreState>,
     counters: CoreCounters,
@@ -113,14 +113,14 @@ struct CoreState {
     /// Bit mask of the services that the worker has enabled. The mask is kept while the worker is stalled.
     enabled_services: u64,
     completed_request_count: u64,
-    stall_detector: StallDetector,
+    stall_detector: WorkerStallDetector,
 }
 
-impl Engine {
+impl DispatchEngine {
     /// Creates an engine with shared memory at `path`. At first no service is enabled on any core. Fails when the
     /// configuration is out of range or the memory cannot be created.
-    pub fn new(path: &Path, config: &EngineConfig) -> Result<Self, EngineError> {
-        let to_ranked_service = |service: &ServiceConfig| RankedService {
+    pub fn new(path: &Path, config: &DispatchEngineConfig) -> Result<Self, DispatchEngineError> {
+        let to_ranked_service = |service: &EngineServiceConfig| RankedService {
             priority: service.service_entry.priority,
             lambda: service.lambda,
         };
@@ -128,10 +128,10 @@ impl Engine {
         let rank_arrays = RankArrays::new(config.core_count, &ranked_services, config.rank_rule, config.rank_bound);
         let mut dispatch_policy = JoinBoundedShortestRankedQueue::with_ranks(rank_arrays, &config.scheduler)?;
         for service in 0..config.services.len() as u8 {
-            (0..config.core_count).for_each(|core| dispatch_policy.set_enabled(service, core, false));
+            (0..config.core_count).for_each(|core| dispatch_policy.set_service_enabled(service, core, false));
         }
         let service_entries: Vec<_> = config.services.iter().map(|service| service.service_entry).collect();
-        let core_queues = CoreQueues::create(path, config.geometry(), &service_entries)?;
+        let core_queues = CoreQueues::create(path, config.segment_geometry(), &service_entries)?;
         let payload_bytes = usize::from(config.payload_bytes);
         let services = service_entries.iter().map(|entry| ServiceState {
             priority: entry.priority,
@@ -144,13 +144,13 @@ impl Engine {
             is_stalled: false,
             enabled_services: 0,
             completed_request_count: 0,
-            stall_detector: StallDetector::new(Duration::ZERO, 0),
+            stall_detector: WorkerStallDetector::new(Duration::ZERO, 0),
         };
         Ok(Self {
             dispatch_policy,
             queues: core_queues,
             // One more buffer is needed because a request is stored in the full buffer before another one is dropped.
-            buffers: BufferPool::new(config.scheduler.capacity + 1, payload_bytes),
+            buffers: RequestBufferPool::new(config.scheduler.max_waiting_requests + 1, payload_bytes),
             services: services.collect(),
             cores: (0..config.core_count).map(|_| new_core_state()).collect(),
             counters: CoreCounters::default(),
@@ -169,8 +169,8 @@ impl Engine {
             counters.rejected_requests += 1;
             return;
         }
-        let handle = self.buffers.store(client, now_ns, payload);
-        let submit_outcome = self.dispatch_policy.submit(now_ns, service, handle);
+        let handle = self.buffers.store_request(client, now_ns, payload);
+        let submit_outcome = self.dispatch_policy.submit_request(now_ns, service, handle);
         if let Some((service, handle)) = submit_outcome.dropped_request {
             self.services[usize::from(service)].counters.dropped_requests += 1;
             self.buffers.release(handle);
@@ -182,7 +182,7 @@ impl Engine {
 
     #[inline]
     pub fn dispatch_waiting_requests(&mut self, now_ns: u64) {
-        while let Some((released_request, handle)) = self.dispatch_policy.next_request(now_ns) {
+        while let Some((released_request, handle)) = self.dispatch_policy.release_next_request(now_ns) {
             self.send_request_to_core(released_request, handle);
         }
     }
@@ -233,7 +233,7 @@ impl Engine {
     #[inline]
     fn receive_responses(&mut self, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
         let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
-        let mut engine_state = EngineState { dispatch_policy, services, cores, counters };
+        let mut engine_state = EngineStateRefs { dispatch_policy, services, cores, counters };
         queues.receive_responses(core, MAX_BATCH_LENGTH, |header, payload| {
             if engine_state.record_completions(header.service, core, header.completed_count)
                 && let Some(payload) = payload
@@ -246,7 +246,7 @@ impl Engine {
     #[inline]
     fn receive_messages(&mut self, now_ns: u64, core: u16) -> usize {
         let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
-        let mut engine_state = EngineState { dispatch_policy, services, cores, counters };
+        let mut engine_state = EngineStateRefs { dispatch_policy, services, cores, counters };
         queues.receive_messages(core, MAX_BATCH_LENGTH, |message| engine_state.apply_worker_message(now_ns, message))
     }
 
@@ -260,7 +260,7 @@ impl Engine {
         let core_state = &mut self.cores[usize::from(core)];
         core_state.has_worker = true;
         core_state.stall_detector =
-            StallDetector::new(Duration::from_nanos(now_ns), core_state.completed_request_count);
+            WorkerStallDetector::new(Duration::from_nanos(now_ns), core_state.completed_request_count);
         tracing::info!(
             event = "worker-attached",
             core,
@@ -287,7 +287,7 @@ impl Engine {
         let outstanding_request_count = self.dispatch_policy.ranks().core_outstanding_count(core) as usize;
         let core_state = &mut self.cores[usize::from(core)];
         let now = Duration::from_nanos(now_ns);
-        let is_stalled = core_state.stall_detector.is_stalled(
+        let is_stalled = core_state.stall_detector.detect_stall(
             now,
             core_state.completed_request_count,
             outstanding_request_count,
@@ -300,7 +300,7 @@ impl Engine {
         self.counters.worker_stalls += u64::from(is_stalled);
         let enabled_services = core_state.enabled_services;
         for service in (0..self.services.len() as u8).filter(|service| enabled_services >> service & 1 == 1) {
-            self.dispatch_policy.set_enabled(service, core, !is_stalled);
+            self.dispatch_policy.set_service_enabled(service, core, !is_stalled);
         }
         match is_stalled {
             true => tracing::warn!(
@@ -332,8 +332,8 @@ impl Engine {
         self.counters.ended_workers += 1;
         let mut lost_request_count = 0;
         for service in 0..self.services.len() as u8 {
-            self.dispatch_policy.set_enabled(service, core, false);
-            let outstanding_request_count = self.dispatch_policy.ranks().outstanding_count(service, core);
+            self.dispatch_policy.set_service_enabled(service, core, false);
+            let outstanding_request_count = self.dispatch_policy.ranks().service_outstanding_count(service, core);
             self.dispatch_policy
                 .record_feedback(service, core, outstanding_request_count)
                 .expect("so many are outstanding");
@@ -415,19 +415,19 @@ impl Engine {
     }
 }
 
-impl EngineConfig {
-    fn geometry(&self) -> Geometry {
+impl DispatchEngineConfig {
+    fn segment_geometry(&self) -> SegmentGeometry {
         let queues_per_core = match self.rank_rule {
             RankRule::Ranked | RankRule::Global => 1,
             RankRule::PerService => self.services.len().max(1),
         };
         let priority_count = self.services.iter().map(|service| service.service_entry.priority + 1).max().unwrap_or(1);
         let slots_per_queue = (u32::from(self.rank_bound.get()) * queues_per_core as u32).next_power_of_two();
-        Geometry {
+        SegmentGeometry {
             core_count: self.core_count,
             priority_count,
             slots_per_queue,
-            slot_bytes: Geometry::slot_bytes_for_payload(self.payload_bytes),
+            slot_bytes: SegmentGeometry::slot_bytes_for_payload(self.payload_bytes),
         }
     }
 }
@@ -435,18 +435,18 @@ impl EngineConfig {
 impl ServiceState {
     fn rearm_load_monitor(&mut self) {
         self.hinted_core = None;
-        self.load_monitor.rearm();
+        self.load_monitor.rearm_hints();
     }
 }
 
-struct EngineState<'e> {
+struct EngineStateRefs<'e> {
     dispatch_policy: &'e mut JoinBoundedShortestRankedQueue<u32>,
     services: &'e mut [ServiceState],
     cores: &'e mut [CoreState],
     counters: &'e mut CoreCounters,
 }
 
-impl EngineState<'_> {
+impl EngineStateRefs<'_> {
     #[inline]
     fn record_completions(&mut self, service: u8, core: u16, completion_count: u32) -> bool {
         let Some(service_state) = self.services.get_mut(usize::from(service)) else {
@@ -474,28 +474,28 @@ impl EngineState<'_> {
     }
 
     #[inline]
-    fn apply_worker_message(&mut self, now_ns: u64, message: Option<Message>) {
+    fn apply_worker_message(&mut self, now_ns: u64, message: Option<WorkerMessage>) {
         let (service_count, core_count) = (self.services.len(), self.cores.len());
         let is_in_range =
             |service: u8, core: u16| usize::from(service) < service_count && usize::from(core) < core_count;
         match message {
-            Some(Message::LoadFeedback { service, core, count }) if is_in_range(service, core) => {
+            Some(WorkerMessage::LoadFeedback { service, core, count }) if is_in_range(service, core) => {
                 self.record_completions(service, core, count);
             }
-            Some(Message::EnableService { service, core }) if is_in_range(service, core) => {
+            Some(WorkerMessage::EnableService { service, core }) if is_in_range(service, core) => {
                 self.set_service_enabled(service, core, true);
             }
-            Some(Message::DisableService { service, core }) if is_in_range(service, core) => {
+            Some(WorkerMessage::DisableService { service, core }) if is_in_range(service, core) => {
                 self.set_service_enabled(service, core, false);
             }
-            Some(Message::EnableLoadMonitor { service, trigger }) if is_in_range(service, 0) => {
+            Some(WorkerMessage::EnableLoadMonitor { service, trigger }) if is_in_range(service, 0) => {
                 let load_monitor = &mut self.services[usize::from(service)].load_monitor;
                 match trigger {
                     HintTrigger::ScaleUp(condition) => load_monitor.enable_scale_up(now_ns, condition),
                     HintTrigger::ScaleDown(condition) => load_monitor.enable_scale_down(now_ns, condition),
                 }
             }
-            Some(Message::RearmLoadMonitor { service }) if is_in_range(service, 0) => {
+            Some(WorkerMessage::RearmLoadMonitor { service }) if is_in_range(service, 0) => {
                 self.services[usize::from(service)].rearm_load_monitor();
             }
             _ => self.counters.invalid_messages += 1,
@@ -509,6 +509,6 @@ impl EngineState<'_> {
             return;
         }
         core_state.enabled_services = core_state.enabled_services & !(1 << service) | u64::from(is_enabled) << service;
-        self.dispatch_policy.set_enabled(service, core, is_enabled && !core_state.is_stalled);
+        self.dispatch_policy.set_service_enabled(service, core, is_enabled && !core_state.is_stalled);
     }
 }

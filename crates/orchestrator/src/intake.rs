@@ -3,10 +3,10 @@
 use std::net::SocketAddrV4;
 use std::os::fd::BorrowedFd;
 
-use coreward_dataplane::intake::queue::CopyMode;
-use coreward_dataplane::intake::{Datagram, DatagramIntake};
+use coreward_dataplane::intake::queue::FrameCopyMode;
+use coreward_dataplane::intake::{DatagramIntake, RequestDatagram};
 
-use crate::config::Config;
+use crate::config::OrchestratorConfig;
 
 /// Receiver of requests through AF_XDP, if this is configured and available.
 #[derive(Debug, Default)]
@@ -21,7 +21,7 @@ pub struct RequestIntake {
 type DatagramCounters = Vec<(&'static str, u64)>;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct IntakeStatus {
+pub struct RequestIntakeStatus {
     /// Name of the way in which requests are received: `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
     pub mode_name: &'static str,
     pub fallback_reason: Option<String>,
@@ -32,7 +32,7 @@ pub struct IntakeStatus {
 impl RequestIntake {
     /// Opens the AF_XDP sockets if AF_XDP is configured. If this fails, for example without the capabilities NET_RAW,
     /// NET_ADMIN and BPF, requests are received by the UDP sockets instead.
-    pub fn open(config: &Config) -> Self {
+    pub fn open(config: &OrchestratorConfig) -> Self {
         let mut request_intake = Self::default();
         let Some(interface) = &config.af_xdp_interface else { return request_intake };
         let listen_addresses: Vec<SocketAddrV4> = config.listeners.iter().map(|(address, _)| *address).collect();
@@ -42,7 +42,7 @@ impl RequestIntake {
                 tracing::info!(
                     event = "intake-opened",
                     interface,
-                    mode = request_intake.mode_name(),
+                    mode = request_intake.intake_mode_name(),
                     "the orchestrator receives requests by AF_XDP"
                 );
             }
@@ -63,7 +63,7 @@ impl RequestIntake {
     }
 
     /// Passes a batch of requests from each receive queue to `accept`. Returns their number.
-    pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> usize {
+    pub fn receive_batches(&mut self, accept: &mut impl FnMut(RequestDatagram<'_>)) -> usize {
         match self.af_xdp_intake.as_mut().map(|intake| intake.receive_batches(accept)) {
             Some(Ok(received_count)) => received_count,
             Some(Err(error)) => {
@@ -82,21 +82,21 @@ impl RequestIntake {
     }
 
     /// Returns the AF_XDP sockets, on which the caller can wait for requests.
-    pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.af_xdp_intake.iter().flat_map(DatagramIntake::sockets)
+    pub fn af_xdp_sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.af_xdp_intake.iter().flat_map(DatagramIntake::socket_fds)
     }
 
-    pub fn status(&self) -> IntakeStatus {
-        IntakeStatus {
-            mode_name: self.mode_name(),
+    pub fn status(&self) -> RequestIntakeStatus {
+        RequestIntakeStatus {
+            mode_name: self.intake_mode_name(),
             fallback_reason: self.fallback_reason.clone(),
             datagram_counters: self.datagram_counters(),
         }
     }
 
-    fn mode_name(&self) -> &'static str {
+    fn intake_mode_name(&self) -> &'static str {
         match &self.af_xdp_intake {
-            Some(intake) if intake.copy_mode() == CopyMode::ZeroCopy => "af-xdp-zero-copy",
+            Some(intake) if intake.copy_mode() == FrameCopyMode::ZeroCopy => "af-xdp-zero-copy",
             Some(_) => "af-xdp",
             None if self.fallback_reason.is_some() => "socket-fallback",
             None => "socket",

@@ -6,40 +6,40 @@ use std::time::Duration;
 
 use coreward_metrics::component;
 use coreward_metrics::metrics;
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_metrics::table::MetricKind::{Counter, Gauge};
-use coreward_metrics::table::{Component, Family, family};
+use coreward_metrics::table::{Component, MetricFamily, declare_family};
 use serde_json::{Value, json};
 
 use crate::engine::{CoreCounters, ServiceCounters};
-use crate::intake::IntakeStatus;
+use crate::intake::RequestIntakeStatus;
 
 metrics! {
-    ORCHESTRATE_REQUESTS_TOTAL: Family<2> = family(
+    ORCHESTRATE_REQUESTS_TOTAL: MetricFamily<2> = declare_family(
         Counter, "coreward_orchestrate_requests_total", &["service", "outcome"], &[Component::Orchestrate],
         "Requests of a service, by its number: received, dropped, rejected, completed, lost",
     );
-    ORCHESTRATE_WAITING_REQUESTS: Family<1> = family(
+    ORCHESTRATE_WAITING_REQUESTS: MetricFamily<1> = declare_family(
         Gauge, "coreward_orchestrate_waiting_requests", &["service"], &[Component::Orchestrate],
         "Requests of a service that wait for a core",
     );
-    ORCHESTRATE_OUTSTANDING_REQUESTS: Family<1> = family(
+    ORCHESTRATE_OUTSTANDING_REQUESTS: MetricFamily<1> = declare_family(
         Gauge, "coreward_orchestrate_outstanding_requests", &["service"], &[Component::Orchestrate],
         "Requests of a service at cores",
     );
-    ORCHESTRATE_INTAKE: Family<1> = family(
+    ORCHESTRATE_INTAKE: MetricFamily<1> = declare_family(
         Gauge, "coreward_orchestrate_intake", &["mode"], &[Component::Orchestrate],
         "1 for the way by which requests enter: socket, socket-fallback, af-xdp or af-xdp-zero-copy",
     );
-    ORCHESTRATE_INTAKE_DATAGRAMS_TOTAL: Family<1> = family(
+    ORCHESTRATE_INTAKE_DATAGRAMS_TOTAL: MetricFamily<1> = declare_family(
         Counter, "coreward_orchestrate_intake_datagrams_total", &["outcome"], &[Component::Orchestrate],
         "Datagrams to services at the interface of AF_XDP, by outcome",
     );
-    ORCHESTRATE_WORKERS: Family<0> = family(
+    ORCHESTRATE_WORKERS: MetricFamily<0> = declare_family(
         Gauge, "coreward_orchestrate_workers", &[], &[Component::Orchestrate],
         "Workers that are attached",
     );
-    ORCHESTRATE_EVENTS_TOTAL: Family<1> = family(
+    ORCHESTRATE_EVENTS_TOTAL: MetricFamily<1> = declare_family(
         Counter, "coreward_orchestrate_events_total", &["event"], &[Component::Orchestrate],
         "Events of workers, messages and datagrams, by kind",
     );
@@ -50,7 +50,7 @@ pub struct OrchestratorStatus {
     pub service_statuses: Vec<ServiceStatus>,
     pub core_counters: CoreCounters,
     pub attached_workers: usize,
-    pub intake_status: IntakeStatus,
+    pub intake_status: RequestIntakeStatus,
     /// Number of datagrams that matched no service.
     pub unclassified_datagrams: u64,
     /// Number of responses that the kernel did not accept for sending.
@@ -134,8 +134,8 @@ impl OrchestratorStatus {
         status_json
     }
 
-    pub fn snapshot(&self) -> Snapshot {
-        let mut snapshot = component::base_snapshot(Component::Orchestrate);
+    pub fn metrics_snapshot(&self) -> MetricsSnapshot {
+        let mut snapshot = component::base_metrics_snapshot(Component::Orchestrate);
         for (number, service) in self.service_statuses.iter().enumerate() {
             let service_number = number.to_string();
             for (outcome, count) in service.requests_by_state() {
@@ -166,7 +166,7 @@ const STATUS_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Status that the daemon shares with other threads. The daemon collects it only on request, because with AF_XDP this
 /// takes system calls.
 #[derive(Debug)]
-pub struct SharedStatus {
+pub struct SharedOrchestratorStatus {
     shared_state: Mutex<SharedStatusState>,
     status_published: Condvar,
 }
@@ -177,7 +177,7 @@ struct SharedStatusState {
     is_status_requested: bool,
 }
 
-impl SharedStatus {
+impl SharedOrchestratorStatus {
     pub fn new(status: OrchestratorStatus) -> Self {
         Self {
             shared_state: Mutex::new(SharedStatusState { last_status: status, is_status_requested: false }),
@@ -199,7 +199,7 @@ impl SharedStatus {
     }
 
     /// Publishes a new status if one was requested.
-    pub fn publish(&self, make_status: impl FnOnce() -> OrchestratorStatus) {
+    pub fn publish_if_requested(&self, make_status: impl FnOnce() -> OrchestratorStatus) {
         let mut state = self.lock_state();
         if std::mem::take(&mut state.is_status_requested) {
             state.last_status = make_status();

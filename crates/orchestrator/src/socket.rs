@@ -14,7 +14,7 @@ const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 ///
 /// The kernel's own batches (UDP GSO and GRO) are not used, because each consists of datagrams for a single client.
 #[derive(Debug)]
-pub struct BatchSocket {
+pub struct UdpBatchSocket {
     udp_socket: UdpSocket,
     /// Memory for received datagrams, in slots of equal length.
     receive_buffer: Box<[u8]>,
@@ -26,7 +26,7 @@ pub struct BatchSocket {
     unsent_datagram_count: u64,
 }
 
-impl BatchSocket {
+impl UdpBatchSocket {
     /// Opens a socket that is bound to `address`. Datagrams longer than `max_payload_bytes` are cut to
     /// `max_payload_bytes + 1` bytes.
     pub fn bind(address: SocketAddrV4, max_payload_bytes: usize) -> io::Result<Self> {
@@ -49,7 +49,7 @@ impl BatchSocket {
 
     /// Receives the next batch of datagrams and passes each to `accept` with its sender. Returns the number of
     /// datagrams, which may be 0. Fails when the socket fails.
-    pub fn receive(&mut self, accept: &mut impl FnMut(SocketAddrV4, &[u8])) -> io::Result<usize> {
+    pub fn receive_batch(&mut self, accept: &mut impl FnMut(SocketAddrV4, &[u8])) -> io::Result<usize> {
         let mut message_headers = MessageHeaders::default();
         for (number, slot) in self.receive_buffer.chunks_exact_mut(self.slot_bytes).enumerate() {
             message_headers.io_vectors[number] =
@@ -71,7 +71,7 @@ impl BatchSocket {
     }
 
     /// Adds a datagram to the batch. The batch is sent when it is full or [`flush`](Self::flush) is called.
-    pub fn send(&mut self, destination: SocketAddrV4, payload: &[u8]) {
+    pub fn queue_datagram(&mut self, destination: SocketAddrV4, payload: &[u8]) {
         self.send_buffer.extend_from_slice(payload);
         self.queued_datagrams.push((destination, self.send_buffer.len()));
         if self.queued_datagrams.len() == MAX_BATCH_DATAGRAMS {
@@ -119,7 +119,7 @@ impl BatchSocket {
     }
 }
 
-impl AsFd for BatchSocket {
+impl AsFd for UdpBatchSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.udp_socket.as_fd()
     }
@@ -166,7 +166,7 @@ impl MessageHeaders {
     fn send_datagrams(&mut self, socket: BorrowedFd<'_>, range: Range<usize>) -> io::Result<usize> {
         let linked_headers = self.link_headers(range);
         let (first, count) = (linked_headers.as_mut_ptr(), linked_headers.len() as libc::c_uint);
-        // SAFETY: as in `receive`; the kernel only reads the payloads.
+        // SAFETY: as in `receive_batch`; the kernel only reads the payloads.
         let sent_datagram_count = unsafe { libc::sendmmsg(socket.as_raw_fd(), first, count, libc::MSG_DONTWAIT) };
         usize::try_from(sent_datagram_count).map_err(|_| io::Error::last_os_error())
     }

@@ -10,7 +10,7 @@ use coreward_fleet::clock::wall_clock_time;
 use coreward_listener::REGISTRATION_TIMEOUT;
 use coreward_listener::security::{AuthenticatedPeer, ListenerSecurity};
 use coreward_rpc::v1::control_server::Control;
-use coreward_tls::Role;
+use coreward_tls::FleetRole;
 use coreward_wire::rack::pack_into_rack_messages;
 use coreward_wire::sanitize::sanitize_str;
 use coreward_wire::v1;
@@ -23,7 +23,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::codegen::BoxStream;
 use tonic::{Code, Request, Response, Status, Streaming};
 
-use crate::reducer::Reducer;
+use crate::reducer::ReportReducer;
 
 /// Maximum number of updates that wait for one agent. An agent that does not read them is disconnected.
 const AGENT_QUEUE_LENGTH: usize = 64;
@@ -48,14 +48,14 @@ struct ControllerSession {
     update_senders_by_stream: HashMap<u64, AgentUpdateSender>,
     /// Number of each agent's unanswered socket queries, by the number of its stream.
     unanswered_query_counts: HashMap<u64, u32>,
-    reducer: Reducer,
+    reducer: ReportReducer,
     /// Reports that will be sent together with the next summaries.
     pending_reports: Vec<v1::FromAgent>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ConnectionStatus {
-    pub is_connected: bool,
+pub struct RackConnectionStatus {
+    pub is_controller_connected: bool,
     pub agent_count: usize,
 }
 
@@ -73,7 +73,7 @@ impl RackState {
     fn now(&self) -> Now {
         let wall = wall_clock_time();
         // A rack stores no records, so their clock is not needed.
-        Now { monotonic: self.start_time.elapsed(), wall, record_time: wall }
+        Now { monotonic_time: self.start_time.elapsed(), wall_time: wall, record_time: wall }
     }
 
     /// Locks the connection to the controller. The lock is held for microseconds, and never across an await.
@@ -81,16 +81,16 @@ impl RackState {
         self.controller_session.lock()
     }
 
-    pub fn connection_status(&self) -> ConnectionStatus {
+    pub fn rack_connection_status(&self) -> RackConnectionStatus {
         let session = self.lock_controller_session();
-        ConnectionStatus {
-            is_connected: session.is_some(),
+        RackConnectionStatus {
+            is_controller_connected: session.is_some(),
             agent_count: session.as_ref().map_or(0, |connection| connection.reducer.agent_count()),
         }
     }
 
     /// Stores a new connection to the controller, so that agents are accepted from now on.
-    pub fn on_controller_connected(&self, message_sender: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
+    pub fn on_controller_connected(&self, message_sender: mpsc::Sender<v1::RackMessage>, reducer: ReportReducer) {
         let (update_senders_by_stream, open_query_counts, pending_reports) =
             (HashMap::new(), HashMap::new(), Vec::new());
         *self.lock_controller_session() = Some(ControllerSession {
@@ -113,7 +113,7 @@ impl RackState {
         let Some(connection) = session.as_mut() else { return Ok(()) };
         match update.update {
             Some(v1::rack_update::Update::Configuration(configuration)) => {
-                connection.reducer.configure((&configuration).try_into()?);
+                connection.reducer.apply_configuration((&configuration).try_into()?);
             }
             Some(v1::rack_update::Update::Agent(to_agent)) => connection.send_to_agent(to_agent),
             None => tracing::warn!(
@@ -157,7 +157,7 @@ impl RackState {
 
     /// Returns whether the agent's certificate permits reports for `server`. If it does not, sends the agent an error.
     fn may_report_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
-        let Err(rejection) = peer.require_role_and_name(Role::Agent, server) else { return true };
+        let Err(rejection) = peer.require_role_and_name(FleetRole::Agent, server) else { return true };
         tracing::warn!(
             event = "agent-rejected",
             server,
@@ -218,7 +218,7 @@ impl RackState {
         let has_room = connection.pending_reports.len()
             < MAX_WAITING_REPORTS_PER_AGENT * connection.update_senders_by_stream.len();
         if has_room {
-            connection.pending_reports.push(message_from_agent(stream, Message::Report(report)));
+            connection.pending_reports.push(relayed_agent_message(stream, Message::Report(report)));
         }
         has_room
     }
@@ -245,7 +245,7 @@ impl ControllerSession {
     }
 }
 
-fn message_from_agent(stream: u64, message: Message) -> v1::FromAgent {
+fn relayed_agent_message(stream: u64, message: Message) -> v1::FromAgent {
     v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
@@ -293,7 +293,7 @@ async fn serve_agent(
             }
             other => {
                 rack_state.count_message(stream, &other);
-                forward_to_controller(message_from_agent(stream, other)).await
+                forward_to_controller(relayed_agent_message(stream, other)).await
             }
         };
         if !is_stream_open {
@@ -304,7 +304,7 @@ async fn serve_agent(
     forward_to_controller(v1::FromAgent { stream, message: None }).await;
 }
 
-pub struct ControlService {
+pub struct RackControlService {
     pub rack_state: Arc<RackState>,
     /// Certificates that agents may use to authenticate themselves.
     pub security: Arc<ListenerSecurity>,
@@ -315,12 +315,12 @@ fn agents_only_status() -> Status {
 }
 
 #[tonic::async_trait]
-impl Control for ControlService {
+impl Control for RackControlService {
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
-        let peer = AuthenticatedPeer::of(&request, &self.security)?;
+        let peer = AuthenticatedPeer::from_request(&request, &self.security)?;
         let (update_sender, update_receiver) = mpsc::channel(AGENT_QUEUE_LENGTH);
         let (stream, message_sender) = self.rack_state.begin_stream(update_sender)?;
         tokio::spawn(serve_agent(self.rack_state.clone(), peer, stream, request.into_inner(), message_sender));
@@ -354,7 +354,7 @@ mod tests {
     fn queue_for_a_stalled_controller_is_bounded() {
         let rack_state = RackState::default();
         let (messages, _controller) = mpsc::channel(1);
-        rack_state.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
+        rack_state.on_controller_connected(messages, ReportReducer::new(Duration::from_secs(1), 8));
         let (update_sender, _agent) = mpsc::channel(1);
         let (stream, _) = rack_state.begin_stream(update_sender).unwrap();
         // Without a configuration, every report is forwarded completely.
@@ -371,7 +371,7 @@ mod tests {
         let mut stream_numbers = [0, 0];
         for stream in &mut stream_numbers {
             let (messages, _controller) = mpsc::channel(1);
-            rack_state.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
+            rack_state.on_controller_connected(messages, ReportReducer::new(Duration::from_secs(1), 8));
             let (update_sender, _agent) = mpsc::channel(1);
             (*stream, _) = rack_state.begin_stream(update_sender).unwrap();
         }

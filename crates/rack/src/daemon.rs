@@ -13,9 +13,9 @@ use coreward_listener::security::ListenerSecurity;
 use coreward_metrics::component;
 use coreward_metrics::metrics;
 use coreward_metrics::table::MetricKind::Gauge;
-use coreward_metrics::table::{Component, Family, family};
+use coreward_metrics::table::{Component, MetricFamily, declare_family};
 use coreward_rpc::v1::control_client::ControlClient;
-use coreward_tls::{AcceptorLimits, Role};
+use coreward_tls::{AcceptorLimits, FleetRole};
 use coreward_wire::v1;
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
@@ -24,16 +24,16 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::agents::{ControlService, RackState};
-use crate::config::Config;
-use crate::reducer::Reducer;
+use crate::agents::{RackControlService, RackState};
+use crate::config::RackControllerConfig;
+use crate::reducer::ReportReducer;
 
 metrics! {
-    RACK_CONTROLLER_CONNECTED: Family<0> = family(
+    RACK_CONTROLLER_CONNECTED: MetricFamily<0> = declare_family(
         Gauge, "coreward_rack_controller_connected", &[], &[Component::Rack],
         "1: the rack is connected to a controller",
     );
-    RACK_AGENTS: Family<0> = family(
+    RACK_AGENTS: MetricFamily<0> = declare_family(
         Gauge, "coreward_rack_agents", &[], &[Component::Rack],
         "Agents that are connected",
     );
@@ -44,16 +44,16 @@ const CONTROLLER_QUEUE_LENGTH: usize = 64;
 
 /// Runs the rack controller until SIGTERM or SIGINT. Fails if the configuration file is invalid or its address cannot
 /// be bound.
-pub fn run(config: &Path) -> anyhow::Result<()> {
+pub fn run_rack_controller(config: &Path) -> anyhow::Result<()> {
     coreward_daemon::raise_open_file_limit();
     let config_path = config;
-    let config = Config::load(config_path)?;
+    let config = RackControllerConfig::load(config_path)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup_signal = signal(SignalKind::hangup())?;
-        let rack = Rack::bind(config.clone()).await?;
+        let rack = RackController::bind(config.clone()).await?;
         tracing::info!(
             event = "listening",
-            address = %rack.address(),
+            address = %rack.listen_address(),
             rack = config.name,
             "the rack controller listens for agents at `address`"
         );
@@ -73,17 +73,18 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 async fn reload_on_sighup(
     mut hangup: Signal,
     path: &Path,
-    initial_config: Config,
+    initial_config: RackControllerConfig,
     security: &ListenerSecurity,
 ) -> Infallible {
     loop {
         hangup.recv().await;
-        match Config::load(path) {
+        match RackControllerConfig::load(path) {
             Ok(config) => {
                 security.revocation_list.replace_fingerprints(config.revoked_certificates.iter().copied());
-                let is_unchanged =
-                    Config { revoked_certificates: initial_config.revoked_certificates.clone(), ..config }
-                        == initial_config;
+                let is_unchanged = RackControllerConfig {
+                    revoked_certificates: initial_config.revoked_certificates.clone(),
+                    ..config
+                } == initial_config;
                 let file = path.display();
                 match is_unchanged {
                     true => tracing::info!(
@@ -103,22 +104,22 @@ async fn reload_on_sighup(
     }
 }
 
-pub struct Rack {
-    config: Config,
+pub struct RackController {
+    config: RackControllerConfig,
     listener: TcpListener,
     address: SocketAddr,
     security: Arc<ListenerSecurity>,
 }
 
-impl Rack {
+impl RackController {
     /// Opens the listening socket. Agents are rejected until a controller is connected. The future is boxed, so that
     /// calling crates do not compile the server's code again.
-    pub fn bind(config: Config) -> BoxFuture<'static, anyhow::Result<Self>> {
+    pub fn bind(config: RackControllerConfig) -> BoxFuture<'static, anyhow::Result<Self>> {
         Box::pin(Self::open(config))
     }
 
-    async fn open(config: Config) -> anyhow::Result<Self> {
-        let security = Arc::new(ListenerSecurity::of(&config.listener_config())?);
+    async fn open(config: RackControllerConfig) -> anyhow::Result<Self> {
+        let security = Arc::new(ListenerSecurity::from_config(&config.listener_config())?);
         let bind_error_context = "expected a free port and an address of this host (`listen`)";
         let listener = TcpListener::bind(config.listen)
             .await
@@ -129,53 +130,57 @@ impl Rack {
 
     /// Returns the address at which the rack listens. If port 0 was configured, the address has the port that the
     /// system chose.
-    pub fn address(&self) -> SocketAddr {
+    pub fn listen_address(&self) -> SocketAddr {
         self.address
     }
 
     /// Serves agents until the listening socket fails.
     pub fn serve(self) -> BoxFuture<'static, anyhow::Result<()>> {
-        Box::pin(self.run())
+        Box::pin(self.serve_agents())
     }
 
-    async fn run(self) -> anyhow::Result<()> {
+    async fn serve_agents(self) -> anyhow::Result<()> {
         let rack_state = Arc::new(RackState::default());
         let (metrics_rack_state, metrics_security) = (rack_state.clone(), self.security.clone());
-        metrics_endpoint::serve(
+        metrics_endpoint::serve_metrics(
             self.config.metrics,
             || (),
             move || {
-                let connection_status = metrics_rack_state.connection_status();
-                let mut snapshot = component::base_snapshot(Component::Rack);
-                snapshot.add_value(&RACK_CONTROLLER_CONNECTED, [], f64::from(u8::from(connection_status.is_connected)));
+                let connection_status = metrics_rack_state.rack_connection_status();
+                let mut snapshot = component::base_metrics_snapshot(Component::Rack);
+                snapshot.add_value(
+                    &RACK_CONTROLLER_CONNECTED,
+                    [],
+                    f64::from(u8::from(connection_status.is_controller_connected)),
+                );
                 snapshot.add_value(&RACK_AGENTS, [], connection_status.agent_count as f64);
                 metrics_security.add_metrics(&mut snapshot);
                 snapshot
             },
         )?;
-        let grpc_server = coreward_listener::server_builder()
-            .add_service(SizeLimitedControlServer::new(ControlService {
+        let grpc_server = coreward_listener::grpc_server_builder()
+            .add_service(SizeLimitedControlServer::new(RackControlService {
                 rack_state: rack_state.clone(),
                 security: self.security.clone(),
             }))
             .serve_with_incoming(
                 self.security
-                    .grpc_acceptor(&[Role::Agent], AcceptorLimits::default())
+                    .grpc_acceptor(&[FleetRole::Agent], AcceptorLimits::default())
                     .accepted_connections(self.listener),
             );
         tokio::select! {
             outcome = grpc_server => outcome.context("the rack's socket failed"),
-            never = run_sessions(&self.config, &rack_state) => match never? {},
+            never = run_controller_sessions(&self.config, &rack_state) => match never? {},
             never = self.security.reload_changed_certificates() => match never {},
         }
     }
 }
 
-async fn run_sessions(config: &Config, rack_state: &RackState) -> anyhow::Result<Infallible> {
+async fn run_controller_sessions(config: &RackControllerConfig, rack_state: &RackState) -> anyhow::Result<Infallible> {
     let mut connection =
-        ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
+        ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[FleetRole::Controller])?;
     loop {
-        let session_result = run_session(config, &mut connection, rack_state).await;
+        let session_result = run_controller_session(config, &mut connection, rack_state).await;
         rack_state.on_controller_disconnected();
         let retry_pause = connection.record_stream_end(session_result.err().as_ref());
         tokio::time::sleep(retry_pause).await;
@@ -185,26 +190,26 @@ async fn run_sessions(config: &Config, rack_state: &RackState) -> anyhow::Result
 /// Records and logs that the controller has accepted this rack. The first update shows this, so later updates have no
 /// effect.
 fn record_acceptance(
-    config: &Config,
+    config: &RackControllerConfig,
     connection: &ControllerConnection,
     rack_state: &RackState,
     message_sender: &mpsc::Sender<v1::RackMessage>,
 ) {
-    if rack_state.report_interval().is_some() || rack_state.connection_status().is_connected {
+    if rack_state.report_interval().is_some() || rack_state.rack_connection_status().is_controller_connected {
         return;
     }
     tracing::info!(
         event = "controller-connected",
-        controller = %connection.next_controller(),
+        controller = %connection.next_controller_address(),
         rack = config.name,
         "the controller has accepted this rack controller"
     );
-    let reducer = Reducer::new(config.detail_interval, config.candidates);
+    let reducer = ReportReducer::new(config.detail_interval, config.candidates);
     rack_state.on_controller_connected(message_sender.clone(), reducer);
 }
 
-async fn run_session(
-    config: &Config,
+async fn run_controller_session(
+    config: &RackControllerConfig,
     connection: &mut ControllerConnection,
     rack_state: &RackState,
 ) -> anyhow::Result<()> {

@@ -4,14 +4,14 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::config::Config;
-use crate::daemon::Rack;
+use crate::config::RackControllerConfig;
+use crate::daemon::RackController;
 use coreward_api::Role;
 use coreward_api::types::Status;
-use coreward_config::Source;
+use coreward_config::TomlSource;
 use coreward_control_server::server::ControllerServer;
-use coreward_http::client::Client;
-use coreward_http::tokens::token_path;
+use coreward_http::client::ControllerClient;
+use coreward_http::tokens::token_file_path;
 use coreward_model::placement::PlacementTable;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
@@ -21,16 +21,16 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Streaming};
 
-const TIMEOUT: Duration = Duration::from_secs(60);
+const RESULT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Awaits `future`, and panics if it does not complete within a generous timeout.
-async fn within_timeout<T>(result_name: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{result_name} does not come"))
+async fn await_within_timeout<T>(result_name: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(RESULT_TIMEOUT, future).await.unwrap_or_else(|_| panic!("{result_name} does not come"))
 }
 
 async fn connect_client(address: SocketAddr) -> ControlClient<tonic::transport::Channel> {
     let connect = async || ControlClient::connect(format!("http://{address}")).await;
-    within_timeout("a connection", async {
+    await_within_timeout("a connection", async {
         loop {
             if let Ok(client) = connect().await {
                 return client;
@@ -69,19 +69,19 @@ async fn start_controller(directory: &Path) -> (RunningServer, SocketAddr) {
     (RunningServer(tokio::spawn(server.serve()), address), api)
 }
 
-async fn start_rack(name: &str, listen: &str, controller: &RunningServer) -> RunningServer {
+async fn start_rack_controller(name: &str, listen: &str, controller: &RunningServer) -> RunningServer {
     let rack_text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = \"{}\"\n", controller.1);
     let rack_text = rack_text + "detail_interval = \"100ms\"\n";
-    let config = Config::parse(&Source::from_text("rack.toml", &rack_text)).unwrap();
-    let rack = Rack::bind(config).await.unwrap();
-    let address = rack.address();
+    let config = RackControllerConfig::parse(&TomlSource::from_text("rack.toml", &rack_text)).unwrap();
+    let rack = RackController::bind(config).await.unwrap();
+    let address = rack.listen_address();
     RunningServer(tokio::spawn(rack.serve()), address)
 }
 
 /// Task of an agent that reports the same loads until this value is dropped.
-struct Agent(JoinHandle<()>);
+struct TestAgent(JoinHandle<()>);
 
-impl Drop for Agent {
+impl Drop for TestAgent {
     fn drop(&mut self) {
         self.0.abort();
     }
@@ -96,16 +96,16 @@ async fn open_agent_stream(
     let registration = v1::AgentRegistration { server: server.to_owned(), version: "test".into() };
     sender.send(v1::AgentMessage { message: Some(agent_message::Message::Registration(registration)) }).await.unwrap();
     let mut updates = connect_client(address).await.agent(ReceiverStream::new(receiver)).await?.into_inner();
-    let update = within_timeout("a configuration", updates.message()).await?.and_then(|update| update.update);
+    let update = await_within_timeout("a configuration", updates.message()).await?.and_then(|update| update.update);
     let Some(agent_update::Update::Configuration(configuration)) = update else { panic!("{update:?}") };
     Ok((sender, updates, configuration))
 }
 
-impl Agent {
+impl TestAgent {
     /// Starts an agent, and repeats the connection until a rack or the controller accepts it.
     async fn start(server_number: u32, address: SocketAddr, loads: [f64; 2]) -> Self {
         let server_name = format!("s{server_number}");
-        let (sender, mut updates, configuration) = within_timeout("a stream", async {
+        let (sender, mut updates, configuration) = await_within_timeout("a stream", async {
             loop {
                 match open_agent_stream(&server_name, address).await {
                     Ok(agent_stream) => return agent_stream,
@@ -154,13 +154,13 @@ fn report_message(sequence_number: u64, loads: [f64; 2]) -> v1::Report {
     }
 }
 
-struct LoadBalancer {
+struct TestLoadBalancer {
     /// Sender of messages, which is never used but keeps the stream open.
     _sender: mpsc::Sender<v1::LoadBalancerMessage>,
     updates: Streaming<v1::DataplaneUpdate>,
 }
 
-impl LoadBalancer {
+impl TestLoadBalancer {
     async fn start(controller: &RunningServer) -> Self {
         let (sender, receiver) = mpsc::channel(4);
         let registration = v1::LoadBalancerRegistration {
@@ -178,7 +178,7 @@ impl LoadBalancer {
     /// Returns the first table with the expected candidates (server number and load in percent) for buckets 0 and 1.
     async fn wait_for_table(&mut self, expected_candidates: [&[(u32, u32)]; 2]) -> PlacementTable {
         let mut last_candidates = Vec::new();
-        let table_search = tokio::time::timeout(TIMEOUT, async {
+        let table_search = tokio::time::timeout(RESULT_TIMEOUT, async {
             loop {
                 let update = self.updates.message().await.unwrap().expect("the stream goes on").update;
                 let Some(dataplane_update::Update::Table(bytes)) = update else { continue };
@@ -205,7 +205,7 @@ impl LoadBalancer {
 }
 
 async fn fetch_controller_status(directory: &Path, api: SocketAddr) -> Status {
-    let client = Client::new(api.into(), &token_path(directory, Role::Viewer)).unwrap();
+    let client = ControllerClient::new(api.into(), &token_file_path(directory, Role::Viewer)).unwrap();
     client.status(false).await.unwrap()
 }
 
@@ -213,13 +213,13 @@ async fn fetch_controller_status(directory: &Path, api: SocketAddr) -> Status {
 async fn agents_of_a_lost_rack_connect_through_another_one() {
     let directory = tempfile::tempdir().unwrap();
     let (controller, api) = start_controller(directory.path()).await;
-    let mut load_balancer = LoadBalancer::start(&controller).await;
-    let first_rack = start_rack("r1", "127.0.0.1:0", &controller).await;
-    let second_rack = start_rack("r2", "127.0.0.1:0", &controller).await;
+    let mut load_balancer = TestLoadBalancer::start(&controller).await;
+    let first_rack = start_rack_controller("r1", "127.0.0.1:0", &controller).await;
+    let second_rack = start_rack_controller("r2", "127.0.0.1:0", &controller).await;
     let agent_loads = [[0.4, 0.1], [0.2, 0.3], [0.3, 0.2], [0.1, 0.4]];
     let mut agents = Vec::new();
     for (number, rack_address) in [(1, first_rack.1), (2, first_rack.1), (3, second_rack.1), (4, second_rack.1)] {
-        agents.push(Agent::start(number, rack_address, agent_loads[number as usize - 1]).await);
+        agents.push(TestAgent::start(number, rack_address, agent_loads[number as usize - 1]).await);
     }
     let all_candidates: [&[(u32, u32)]; 2] =
         [&[(4, 10), (2, 20), (3, 30), (1, 40)], &[(1, 10), (3, 20), (2, 30), (4, 40)]];
@@ -232,7 +232,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
         .collect();
     assert_eq!(agents_by_rack, [("r1", vec!["s1", "s2"]), ("r2", vec!["s3", "s4"])]);
     // The status shows every core, because the racks forward complete reports.
-    let core_loads = within_timeout("the loads of every core", async {
+    let core_loads = await_within_timeout("the loads of every core", async {
         loop {
             let servers = fetch_controller_status(directory.path(), api).await.servers;
             if servers.iter().all(|server| server.core_loads.len() == 2) {
@@ -255,15 +255,15 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
     load_balancer.wait_for_table(candidates_with_mean_loads).await;
 
     // One agent of the killed rack connects to the controller, and the other one to the restarted rack.
-    agents.push(Agent::start(3, controller.1, agent_loads[2]).await);
-    let _second_rack = within_timeout("the address", async {
+    agents.push(TestAgent::start(3, controller.1, agent_loads[2]).await);
+    let _second_rack = await_within_timeout("the address", async {
         while std::net::TcpListener::bind(second_rack_address).is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        start_rack("r2", &second_rack_address.to_string(), &controller).await
+        start_rack_controller("r2", &second_rack_address.to_string(), &controller).await
     })
     .await;
-    agents.push(Agent::start(4, second_rack_address, agent_loads[3]).await);
+    agents.push(TestAgent::start(4, second_rack_address, agent_loads[3]).await);
     load_balancer.wait_for_table(all_candidates).await;
 }
 
@@ -275,7 +275,7 @@ async fn rack_without_controller_accepts_no_agent() {
     unconnected_socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let unused_address = unconnected_socket.local_addr().unwrap();
     let unreachable_controller = RunningServer(tokio::spawn(std::future::pending()), unused_address);
-    let rack_without_controller = start_rack("r1", "127.0.0.1:0", &unreachable_controller).await;
+    let rack_without_controller = start_rack_controller("r1", "127.0.0.1:0", &unreachable_controller).await;
     let rejection = open_agent_stream("s1", rack_without_controller.1).await.unwrap_err();
     assert_eq!(
         (rejection.code(), rejection.message()),
@@ -285,9 +285,9 @@ async fn rack_without_controller_accepts_no_agent() {
     assert_eq!(rejection.code(), Code::Unimplemented);
 
     let (controller, _) = start_controller(directory.path()).await;
-    let connected_rack = start_rack("r1", "127.0.0.1:0", &controller).await;
+    let connected_rack = start_rack_controller("r1", "127.0.0.1:0", &controller).await;
     // A rack passes on that the controller rejects a server outside the fleet.
-    let unknown_server_error = within_timeout("a rejection", async {
+    let unknown_server_error = await_within_timeout("a rejection", async {
         loop {
             match open_agent_stream("s9", connected_rack.1).await {
                 Err(status) if status.code() != Code::Unavailable => return status,

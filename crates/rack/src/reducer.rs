@@ -6,9 +6,9 @@ use std::time::Duration;
 use coreward_controller::Now;
 use coreward_controller::agent::Agent;
 use coreward_controller::pool::relayed_loads;
-use coreward_controller::rejection::Rejection;
+use coreward_controller::rejection::MessageRejection;
 use coreward_model::ServerId;
-use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
+use coreward_model::policy::{self, Policy, PoolServer, RackSummary, ServerPool};
 use coreward_wire::rack::encode_summary;
 use coreward_wire::{AgentReport, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, v1};
 
@@ -16,7 +16,7 @@ use coreward_wire::{AgentReport, RackConfiguration, RackMember, RackServer, Rack
 const REPORT_VALIDITY_INTERVALS: u32 = 3;
 
 /// Reducer of agents' reports to summaries for the controller. It also selects the reports to forward completely.
-pub struct Reducer {
+pub struct ReportReducer {
     detail_interval: Duration,
     max_candidates_per_bucket: usize,
     configuration: Option<RackConfiguration>,
@@ -24,23 +24,24 @@ pub struct Reducer {
     /// the remaining connections.
     draining_streams: HashSet<u64>,
     /// State of each agent, by its stream's number.
-    agents_by_stream: BTreeMap<u64, AgentState>,
+    agents_by_stream: BTreeMap<u64, ReducedAgentState>,
     /// Placement policy of each service, which keeps state about the loads.
     policies_by_service: HashMap<ServiceIndex, Box<dyn Policy>>,
 }
 
 /// State of an agent, with the contents of the report that was forwarded last.
 #[derive(Default)]
-struct AgentState {
+struct ReducedAgentState {
     agent: Agent,
     last_forwarded_report: Option<ForwardedReport>,
 }
 
-impl AgentState {
+impl ReducedAgentState {
     /// Returns whether the report must be forwarded because it is the first, its state is new, or its details are due.
     fn must_forward(&self, report: &v1::Report, min_forwarding_interval: Duration, now: Now) -> bool {
         self.last_forwarded_report.as_ref().is_none_or(|last_report| {
-            let has_new_details = now.monotonic.saturating_sub(last_report.forwarded_at) >= min_forwarding_interval
+            let has_new_details = now.monotonic_time.saturating_sub(last_report.forwarded_at)
+                >= min_forwarding_interval
                 || last_report.warnings != report.warnings;
             let has_new_state = (last_report.configuration_generation, last_report.rss_generation)
                 != (report.configuration_generation, report.rss_generation);
@@ -56,7 +57,7 @@ struct ForwardedReport {
     rss_generation: u64,
 }
 
-impl Reducer {
+impl ReportReducer {
     /// Returns an empty reducer. `detail_interval` is the minimum time between two complete reports of an agent. At
     /// most `max_candidates_per_bucket` candidates are sent per bucket.
     pub fn new(detail_interval: Duration, max_candidates_per_bucket: usize) -> Self {
@@ -70,14 +71,14 @@ impl Reducer {
         }
     }
 
-    pub fn configure(&mut self, configuration: RackConfiguration) {
+    pub fn apply_configuration(&mut self, configuration: RackConfiguration) {
         let policies = &mut self.policies_by_service;
         policies.retain(|index, policy| {
             configuration.services.iter().any(|new| new.index == *index && new.policy_name == policy.name())
         });
         for service in &configuration.services {
             // The seed only matters for hash keys, which summaries do not need.
-            match policy::policy_by_name(&service.policy_name, 0) {
+            match policy::create_policy_by_name(&service.policy_name, 0) {
                 Ok(policy) => drop(policies.entry(service.index).or_insert(policy)),
                 Err(policy_error) => {
                     tracing::warn!(
@@ -104,7 +105,7 @@ impl Reducer {
     }
 
     pub fn begin_stream(&mut self, stream: u64) {
-        self.agents_by_stream.insert(stream, AgentState::default());
+        self.agents_by_stream.insert(stream, ReducedAgentState::default());
     }
 
     pub fn end_stream(&mut self, stream: u64) {
@@ -138,11 +139,11 @@ impl Reducer {
         stream: u64,
         report: v1::Report,
         now: Now,
-    ) -> (Option<v1::Report>, Result<(), Rejection>) {
+    ) -> (Option<v1::Report>, Result<(), MessageRejection>) {
         let Some(agent_state) = self.agents_by_stream.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
         if !agent_state.agent.take_report_token(configuration.report_interval, now) {
-            return (None, Err(Rejection::TooManyReports(format!("stream {stream}"))));
+            return (None, Err(MessageRejection::TooManyReports(format!("stream {stream}"))));
         }
         // For a draining server, every report with details is forwarded. Agents send them about once a second.
         let configured_detail_interval =
@@ -153,7 +154,7 @@ impl Reducer {
         let forwarded_report = (must_forward || report.rss.is_some()).then(|| {
             let (forwarded_at, warnings) = match agent_state.last_forwarded_report.take() {
                 Some(last_report) if report.without_details => (last_report.forwarded_at, last_report.warnings),
-                _ => (now.monotonic, report.warnings.clone()),
+                _ => (now.monotonic_time, report.warnings.clone()),
             };
             agent_state.last_forwarded_report = Some(ForwardedReport {
                 forwarded_at,
@@ -183,7 +184,7 @@ impl Reducer {
                 let agent_state = self.agents_by_stream.get(&server.stream_number)?;
                 Some(pool_server(service, server, member, &agent_state.agent, now))
             };
-            let pool = Pool::new(service.members.iter().filter_map(to_pool_server).collect(), 1);
+            let pool = ServerPool::new(service.members.iter().filter_map(to_pool_server).collect(), 1);
             let summary =
                 RackSummary::from_pool(&pool, policy.as_mut(), service.bucket_count, self.max_candidates_per_bucket);
             summaries.push(encode_summary(service.index, &summary));
@@ -193,7 +194,7 @@ impl Reducer {
 }
 
 fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, agent: &Agent, now: Now) -> PoolServer {
-    let loads = agent.loads(now).map(|loads| relayed_loads(service.places_each_datagram, loads));
+    let loads = agent.fresh_core_loads(now).map(|loads| relayed_loads(service.places_each_datagram, loads));
     PoolServer {
         is_eligible: member.is_eligible,
         loads,
@@ -208,31 +209,31 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
 
 #[cfg(test)]
 mod tests {
-    use coreward_controller::rejection::REPORT_BURST;
+    use coreward_controller::rejection::MAX_REPORT_BURST;
     use coreward_model::load::SmoothingWeight;
 
     use super::*;
 
     #[test]
     fn excess_reports_are_rejected() {
-        let mut reducer = Reducer::new(Duration::from_secs(1), 8);
+        let mut reducer = ReportReducer::new(Duration::from_secs(1), 8);
         reducer.begin_stream(1);
-        reducer.configure(RackConfiguration {
+        reducer.apply_configuration(RackConfiguration {
             report_interval: Duration::from_millis(100),
             detail_interval: Duration::ZERO,
             load_ewma_alpha: SmoothingWeight::PAPER_VALUE,
             servers: Vec::new(),
             services: Vec::new(),
         });
-        let now = Now { monotonic: Duration::ZERO, wall: Duration::ZERO, record_time: Duration::ZERO };
+        let now = Now { monotonic_time: Duration::ZERO, wall_time: Duration::ZERO, record_time: Duration::ZERO };
         let (mut forwarded_count, mut rejected_count) = (0, 0);
         for _ in 0..100 {
             // A report with other RSS settings would be forwarded.
             let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
             let (report, outcome) = reducer.record_report(1, report, now);
             forwarded_count += u32::from(report.is_some());
-            rejected_count += u32::from(matches!(outcome, Err(Rejection::TooManyReports(_))));
+            rejected_count += u32::from(matches!(outcome, Err(MessageRejection::TooManyReports(_))));
         }
-        assert_eq!((forwarded_count, rejected_count), (REPORT_BURST, 100 - REPORT_BURST));
+        assert_eq!((forwarded_count, rejected_count), (MAX_REPORT_BURST, 100 - MAX_REPORT_BURST));
     }
 }

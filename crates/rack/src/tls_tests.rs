@@ -5,14 +5,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::Config;
-use crate::daemon::Rack;
-use coreward_config::Source;
+use crate::config::RackControllerConfig;
+use crate::daemon::RackController;
+use coreward_config::TomlSource;
 use coreward_control_server::server::ControllerServer;
 use coreward_rpc::v1::control_client::ControlClient;
-use coreward_tls::authority::{Authority, DAY, Validity};
-use coreward_tls::connect::Connector;
-use coreward_tls::{CredentialFiles, Identity, Role, Tls};
+use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
+use coreward_tls::connect::GrpcConnector;
+use coreward_tls::{CredentialFiles, FleetIdentity, FleetRole, ReloadableCredentials};
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use tokio::sync::mpsc;
@@ -20,15 +20,15 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Endpoint;
 use tonic::{Code, Status};
 
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TLS_TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Directory with a certificate authority and the certificates that it has signed.
-struct Certificates(tempfile::TempDir);
+struct TestCertificates(tempfile::TempDir);
 
-impl Certificates {
+impl TestCertificates {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
-        Authority::init(&directory.path().join("authority"), &"test".parse().unwrap(), 30 * DAY).unwrap();
+        CertificateAuthority::init(&directory.path().join("authority"), &"test".parse().unwrap(), 30 * DAY).unwrap();
         Self(directory)
     }
 
@@ -36,11 +36,12 @@ impl Certificates {
         self.0.path()
     }
 
-    fn issue_credentials(&self, role: Role, name: &str) -> CredentialFiles {
-        let authority = Authority::open(&self.path().join("authority")).unwrap();
-        let identity = Identity { fleet: "test".parse().unwrap(), role, name: name.parse().unwrap() };
+    fn issue_credentials(&self, role: FleetRole, name: &str) -> CredentialFiles {
+        let authority = CertificateAuthority::open(&self.path().join("authority")).unwrap();
+        let identity = FleetIdentity { fleet: "test".parse().unwrap(), role, name: name.parse().unwrap() };
         let directory = self.path().join(format!("{role}-{name}"));
-        let certificate_and_key = authority.issue(&identity, &[], Validity::from_now(DAY)).unwrap();
+        let certificate_and_key =
+            authority.issue_certificate(&identity, &[], CertificateValidity::from_now(DAY)).unwrap();
         certificate_and_key.write_files(&directory, &authority).unwrap();
         let file_path = |name| directory.join(name);
         CredentialFiles {
@@ -50,7 +51,7 @@ impl Certificates {
         }
     }
 
-    fn tls_section(&self, role: Role, name: &str) -> String {
+    fn tls_section(&self, role: FleetRole, name: &str) -> String {
         let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
             self.issue_credentials(role, name);
         format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
@@ -64,7 +65,7 @@ impl Certificates {
         let controller_toml = format!(
             "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {:?}\nfleet = \"fleet.toml\"\n{}",
             file_path("store"),
-            self.tls_section(Role::Controller, "c1")
+            self.tls_section(FleetRole::Controller, "c1")
         );
         std::fs::write(file_path("controller.toml"), controller_toml).unwrap();
         let server = ControllerServer::bind(&file_path("controller.toml")).await.unwrap();
@@ -73,13 +74,16 @@ impl Certificates {
         address
     }
 
-    async fn start_rack(&self, controller: SocketAddr, tls_section: &str) -> SocketAddr {
+    async fn start_rack_controller(&self, controller: SocketAddr, tls_section: &str) -> SocketAddr {
         let rack_text = format!(
             "name = \"r1\"\nlisten = \"127.0.0.1:0\"\ncontroller = \
                                  \"{controller}\"\n{tls_section}"
         );
-        let rack = Rack::bind(Config::parse(&Source::from_text("rack.toml", &rack_text)).unwrap()).await.unwrap();
-        let address = rack.address();
+        let rack =
+            RackController::bind(RackControllerConfig::parse(&TomlSource::from_text("rack.toml", &rack_text)).unwrap())
+                .await
+                .unwrap();
+        let address = rack.listen_address();
         tokio::spawn(rack.serve());
         address
     }
@@ -88,11 +92,14 @@ impl Certificates {
 /// Registers as the agent of `server` with this certificate. Returns the peer's first update.
 async fn request_first_update(
     credential_files: &CredentialFiles,
-    expected_roles: &'static [Role],
+    expected_roles: &'static [FleetRole],
     server: &str,
     address: SocketAddr,
 ) -> Result<Option<v1::AgentUpdate>, Status> {
-    let connector = Connector::new(address, Some((Tls::load(credential_files.clone()).unwrap(), expected_roles)));
+    let connector = GrpcConnector::new(
+        address,
+        Some((ReloadableCredentials::load_from_files(credential_files.clone()).unwrap(), expected_roles)),
+    );
     let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap();
     let channel = endpoint.connect_with_connector(connector).await.map_err(|error| Status::from_error(error.into()))?;
     let (sender, receiver) = mpsc::channel(1);
@@ -104,7 +111,7 @@ async fn request_first_update(
 /// Returns the update of [`request_first_update`] once the rack has connected to its controller.
 async fn retry_first_update_until_connected(
     credential_files: &CredentialFiles,
-    expected_roles: &'static [Role],
+    expected_roles: &'static [FleetRole],
     server: &str,
     address: SocketAddr,
 ) -> Result<Option<v1::AgentUpdate>, Status> {
@@ -118,17 +125,18 @@ async fn retry_first_update_until_connected(
             }
         }
     };
-    tokio::time::timeout(TIMEOUT, connected_update).await.expect("an answer in time")
+    tokio::time::timeout(TLS_TEST_TIMEOUT, connected_update).await.expect("an answer in time")
 }
 
-const CONTROLLERS_AND_RACKS: &[Role] = &[Role::Controller, Role::Rack];
+const CONTROLLERS_AND_RACKS: &[FleetRole] = &[FleetRole::Controller, FleetRole::Rack];
 
 #[tokio::test]
 async fn agent_behind_a_rack_may_report_for_its_own_server_only() {
-    let certificates = Certificates::new();
+    let certificates = TestCertificates::new();
     let controller_address = certificates.start_controller().await;
-    let rack_address = certificates.start_rack(controller_address, &certificates.tls_section(Role::Rack, "r1")).await;
-    let s1 = certificates.issue_credentials(Role::Agent, "s1");
+    let rack_address =
+        certificates.start_rack_controller(controller_address, &certificates.tls_section(FleetRole::Rack, "r1")).await;
+    let s1 = certificates.issue_credentials(FleetRole::Agent, "s1");
     let agent_update = retry_first_update_until_connected(&s1, CONTROLLERS_AND_RACKS, "s1", rack_address)
         .await
         .unwrap()
@@ -144,18 +152,19 @@ async fn agent_behind_a_rack_may_report_for_its_own_server_only() {
 
 #[tokio::test]
 async fn rack_accepts_agents_only() {
-    let certificates = Certificates::new();
+    let certificates = TestCertificates::new();
     let controller_address = certificates.start_controller().await;
-    let rack_address = certificates.start_rack(controller_address, &certificates.tls_section(Role::Rack, "r1")).await;
-    let lb = certificates.issue_credentials(Role::Lb, "lb1");
+    let rack_address =
+        certificates.start_rack_controller(controller_address, &certificates.tls_section(FleetRole::Rack, "r1")).await;
+    let lb = certificates.issue_credentials(FleetRole::Lb, "lb1");
     // A load balancer neither accepts the rack as a controller nor is accepted by it.
-    assert!(request_first_update(&lb, &[Role::Controller], "s1", rack_address).await.is_err());
+    assert!(request_first_update(&lb, &[FleetRole::Controller], "s1", rack_address).await.is_err());
     let rejection = request_first_update(&lb, CONTROLLERS_AND_RACKS, "s1", rack_address).await.unwrap_err();
     assert_ne!(rejection.code(), Code::Ok);
     // A rack cannot use an agent's key. The controller rejects it, so it accepts no agents.
     let false_rack_address =
-        certificates.start_rack(controller_address, &certificates.tls_section(Role::Agent, "s2")).await;
-    let s1 = certificates.issue_credentials(Role::Agent, "s1");
+        certificates.start_rack_controller(controller_address, &certificates.tls_section(FleetRole::Agent, "s2")).await;
+    let s1 = certificates.issue_credentials(FleetRole::Agent, "s1");
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(request_first_update(&s1, CONTROLLERS_AND_RACKS, "s1", false_rack_address).await.is_err());
     // An agent without a certificate is rejected.

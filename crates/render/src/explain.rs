@@ -58,7 +58,7 @@ fn format_forwarding(reply: &Explanation) -> String {
 }
 
 fn server_row(server: &ExplainedServer, chosen_server_name: Option<&str>) -> Vec<String> {
-    let or_dash = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
+    let value_or_dash = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
     let note = if Some(&*server.name) == chosen_server_name {
         "<- chosen"
     } else if !server.eligible {
@@ -69,10 +69,10 @@ fn server_row(server: &ExplainedServer, chosen_server_name: Option<&str>) -> Vec
     vec![
         server.name.clone(),
         server.id.to_string(),
-        or_dash(server.hash.map(|hash| format!("{hash:08x}"))),
-        or_dash(server.bucket.map(|bucket| bucket.to_string())),
-        or_dash(server.core.map(|core| core.to_string())),
-        or_dash(server.core_load.map(|load| format!("{load:.3}"))),
+        value_or_dash(server.hash.map(|hash| format!("{hash:08x}"))),
+        value_or_dash(server.bucket.map(|bucket| bucket.to_string())),
+        value_or_dash(server.core.map(|core| core.to_string())),
+        value_or_dash(server.core_load.map(|load| format!("{load:.3}"))),
         note.to_owned(),
     ]
 }

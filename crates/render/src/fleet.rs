@@ -5,12 +5,12 @@ use std::path::Path;
 
 use anyhow::Context as _;
 use coreward_api::types::{FleetApplied, FleetChange, NewFleet};
-use coreward_http::client::Client;
+use coreward_http::client::ControllerClient;
 
 use super::{OutputFormat, block_on, to_json};
 
 /// Returns the applied fleet document in the operator's original text. Fails if the controller cannot be reached.
-pub fn fetch_document(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_document(client: &ControllerClient, format: OutputFormat) -> anyhow::Result<String> {
     let document = block_on(client.fleet())?;
     match format {
         OutputFormat::Json => to_json(&document),
@@ -23,14 +23,14 @@ pub fn fetch_document(client: &Client, format: OutputFormat) -> anyhow::Result<S
 
 /// Fleet document to apply, and its differences from the document that is active now.
 pub struct ProposedFleet {
-    client: Client,
+    client: ControllerClient,
     document: NewFleet,
     preview: FleetApplied,
 }
 
 impl ProposedFleet {
     /// Reads a fleet document and has the controller check it. The error lists all mistakes.
-    pub fn read(client: &Client, file: &Path) -> anyhow::Result<Self> {
+    pub fn read_and_check(client: &ControllerClient, file: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("{}: expected a readable TOML file", file.display()))?;
         let name = file.display().to_string();

@@ -21,11 +21,11 @@ pub fn format_key_status(keys: &Keys, now: Duration) -> String {
         };
         return text;
     }
-    let time_left = |seconds: u64| Duration::from_secs(seconds).saturating_sub(key_age);
-    let next_rotation = match (keys.rotation_interval_s, time_left(keys.min_key_age_s)) {
+    let time_until_age = |seconds: u64| Duration::from_secs(seconds).saturating_sub(key_age);
+    let next_rotation = match (keys.rotation_interval_s, time_until_age(keys.min_key_age_s)) {
         (0, Duration::ZERO) => "by `coreward keys rotate`".to_owned(),
         (0, young) => format!("by `coreward keys rotate`, not within {}", format_duration(young)),
-        (interval, _) => match time_left(interval) {
+        (interval, _) => match time_until_age(interval) {
             Duration::ZERO => "due now".to_owned(),
             left => format!("in {}", format_duration(left)),
         },

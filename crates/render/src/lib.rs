@@ -8,7 +8,7 @@ mod status;
 mod tests;
 
 use coreward_api::types::{Explain, Keys, RotateKeys};
-use coreward_http::client::Client;
+use coreward_http::client::ControllerClient;
 use serde::Serialize;
 
 use coreward_fleet::clock::wall_clock_time;
@@ -22,7 +22,7 @@ pub enum OutputFormat {
 
 /// Returns the output of `coreward status`. With `include_rss_keys`, JSON output includes full RSS keys. Fails if the
 /// controller cannot be reached, or if it rejects the request.
-pub fn fetch_status(client: &Client, include_rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
+pub fn fetch_status(client: &ControllerClient, include_rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
     let status = block_on(client.status(include_rss_keys))?;
     match format {
         OutputFormat::Text => Ok(status::format_status(&status, wall_clock_time())),
@@ -31,8 +31,8 @@ pub fn fetch_status(client: &Client, include_rss_keys: bool, format: OutputForma
 }
 
 /// Returns the output of `coreward explain`. Fails if the controller cannot be reached, or if the service is unknown.
-pub fn fetch_explanation(client: &Client, request: &Explain, format: OutputFormat) -> anyhow::Result<String> {
-    let explanation = block_on(client.explain(request))?;
+pub fn fetch_explanation(client: &ControllerClient, request: &Explain, format: OutputFormat) -> anyhow::Result<String> {
+    let explanation = block_on(client.explain_packet(request))?;
     match format {
         OutputFormat::Text => Ok(explain::format_explanation(&explanation, request)),
         OutputFormat::Json => to_json(&explanation),
@@ -40,13 +40,13 @@ pub fn fetch_explanation(client: &Client, request: &Explain, format: OutputForma
 }
 
 /// Returns the output of `coreward keys show`. Fails if the controller cannot be reached.
-pub fn fetch_keys(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
-    render_keys(&block_on(client.keys())?, format)
+pub fn fetch_keys(client: &ControllerClient, format: OutputFormat) -> anyhow::Result<String> {
+    render_keys(&block_on(client.cookie_keys())?, format)
 }
 
 /// Begins or continues a key rotation, and returns the output of `coreward keys rotate`. Fails if the controller cannot
 /// be reached, or if the rotation is neither safe now nor forced.
-pub fn rotate_keys(client: &Client, force: bool, format: OutputFormat) -> anyhow::Result<String> {
+pub fn rotate_keys(client: &ControllerClient, force: bool, format: OutputFormat) -> anyhow::Result<String> {
     render_keys(&block_on(client.rotate_keys(&RotateKeys { force }))?, format)
 }
 

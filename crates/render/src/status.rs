@@ -24,14 +24,14 @@ pub fn format_status(reply: &Status, now: Duration) -> String {
     );
     append_warnings(&mut text, &reply.warnings);
     for service in &reply.services {
-        text += &service_text(service);
+        text += &service_status_text(service);
     }
     text += "\n";
-    text += &servers_text(&reply.servers);
+    text += &server_table_text(&reply.servers);
     for server in &reply.servers {
         server.dispatched_services.iter().for_each(|service| text += &dispatch_text(&server.name, service));
     }
-    reply.racks.iter().for_each(|rack| text += &rack_text(rack, reply.servers.len()));
+    reply.racks.iter().for_each(|rack| text += &rack_status_text(rack, reply.servers.len()));
     for balancer in &reply.load_balancers {
         text += &load_balancer_text(balancer, &reply.services);
     }
@@ -43,7 +43,7 @@ pub fn format_status(reply: &Status, now: Duration) -> String {
     text
 }
 
-fn rack_text(rack: &Rack, server_count: usize) -> String {
+fn rack_status_text(rack: &Rack, server_count: usize) -> String {
     let Rack { name, version, last_message_age_ms: age_ms, servers: connected_servers, permitted_servers } = rack;
     let permitted_text =
         if *permitted_servers as usize == server_count { "all".to_owned() } else { permitted_servers.to_string() };
@@ -75,14 +75,14 @@ fn append_warnings(text: &mut String, warnings: &[String]) {
     }
 }
 
-fn service_text(service: &Service) -> String {
+fn service_status_text(service: &Service) -> String {
     let mut text = format!(
         "\nservice {} at {}: {}, {} buckets{}\n",
         service.name,
         service.address,
         service.policy,
         service.bucket_count,
-        consistency_text(service)
+        service_consistency_text(service)
     );
     let table_text = match service.table_generation {
         0 => "none yet".to_owned(),
@@ -104,7 +104,7 @@ fn service_text(service: &Service) -> String {
 }
 
 /// Formats a service's consistency mode, such as ", stateless, timestamps by servers".
-fn consistency_text(service: &Service) -> String {
+fn service_consistency_text(service: &Service) -> String {
     let timestamps_text = match service.timestamps.as_str() {
         "server" => "timestamps by servers",
         "lb" => "timestamps by load balancers",
@@ -113,7 +113,7 @@ fn consistency_text(service: &Service) -> String {
     format!(", {}, {timestamps_text}", service.consistency)
 }
 
-fn servers_text(servers: &[Server]) -> String {
+fn server_table_text(servers: &[Server]) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header([
@@ -130,7 +130,7 @@ fn servers_text(servers: &[Server]) -> String {
         "cores",
     ]);
     for server in servers {
-        table.add_row(server_row(server));
+        table.add_row(server_status_row(server));
     }
     for column in [1, 4, 5, 6, 7, 8, 9] {
         if let Some(column) = table.column_mut(column) {
@@ -140,7 +140,7 @@ fn servers_text(servers: &[Server]) -> String {
     let mut text: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
     let has_state_line = |server: &&Server| !server.state_reason.is_empty() || server.state != ServerState::Active;
     for server in servers.iter().filter(has_state_line) {
-        let _ = writeln!(text, "  {}", state_text(server));
+        let _ = writeln!(text, "  {}", server_state_text(server));
     }
     servers
         .iter()
@@ -155,7 +155,7 @@ fn servers_text(servers: &[Server]) -> String {
 }
 
 /// Formats a server's state and its reason, such as "s1: down for 3 s: lb1: connection refused".
-fn state_text(server: &Server) -> String {
+fn server_state_text(server: &Server) -> String {
     let Server { name, state, state_reason: reason, state_for_ms, .. } = server;
     let duration_text = state_for_ms
         .map_or_else(String::new, |ms| format!(" for {}", keys::format_duration(Duration::from_millis(ms))));
@@ -179,32 +179,32 @@ fn remaining_connections_text(server: &Server) -> String {
     )
 }
 
-fn server_row(server: &Server) -> Vec<String> {
+fn server_status_row(server: &Server) -> Vec<String> {
     let has_report = server.report_state != ReportState::None;
     let report_age = match server.report_state {
         ReportState::Fresh => format!("{} ms", server.report_age_ms),
         ReportState::Stale => format!("{} ms, stale", server.report_age_ms),
         ReportState::None => "never".to_owned(),
     };
-    let or_dash = |is_known: bool, value: String| if is_known { value } else { "-".to_owned() };
+    let value_or_dash = |is_known: bool, value: String| if is_known { value } else { "-".to_owned() };
     let core_loads = &server.core_loads;
     let highest_load = core_loads.iter().copied().fold(0.0, f64::max);
     vec![
         server.name.clone(),
         server.id.to_string(),
-        address_text(server),
+        server_address_text(server),
         server.state.to_string(),
         report_age,
-        or_dash(has_report, server.open_connections.to_string()),
+        value_or_dash(has_report, server.open_connections.to_string()),
         server.weight.to_string(),
         rss_prediction_text(server.rss_matched_syns, server.rss_mismatched_syns),
-        or_dash(!core_loads.is_empty(), format!("{:.2}", mean(core_loads).unwrap_or(0.0))),
-        or_dash(!core_loads.is_empty(), format!("{highest_load:.2}")),
+        value_or_dash(!core_loads.is_empty(), format!("{:.2}", mean(core_loads).unwrap_or(0.0))),
+        value_or_dash(!core_loads.is_empty(), format!("{highest_load:.2}")),
         core_loads.iter().map(|load| load_bar(*load)).collect(),
     ]
 }
 
-fn address_text(server: &Server) -> String {
+fn server_address_text(server: &Server) -> String {
     server.vlan.map_or_else(|| server.address.to_string(), |vlan| format!("{} VLAN {vlan}", server.address))
 }
 
@@ -218,8 +218,8 @@ fn rss_prediction_text(matched_count: u64, mismatched_count: u64) -> String {
 
 /// Returns a bar character whose height shows a core's load, in steps of an eighth of the core's capacity.
 fn load_bar(load: f64) -> char {
-    const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-    BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
+    const LOAD_BAR_CHARACTERS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    LOAD_BAR_CHARACTERS[((load * 8.0) as usize).min(LOAD_BAR_CHARACTERS.len() - 1)]
 }
 
 fn dispatch_text(server: &str, service: &DispatchedService) -> String {
@@ -247,7 +247,7 @@ fn dispatch_text(server: &str, service: &DispatchedService) -> String {
 }
 
 /// Describes whether the load balancer is connected, and its XDP mode if it is known.
-fn connection_text(balancer: &LoadBalancer) -> String {
+fn load_balancer_connection_text(balancer: &LoadBalancer) -> String {
     match (&balancer.state, balancer.connected, balancer.alive) {
         (_, false, true) => "disconnected a moment ago".to_owned(),
         (_, false, false) => "lost".to_owned(),
@@ -257,7 +257,7 @@ fn connection_text(balancer: &LoadBalancer) -> String {
 }
 
 fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
-    let mut text = format!("\nload balancer {}: {}\n", balancer.name, connection_text(balancer));
+    let mut text = format!("\nload balancer {}: {}\n", balancer.name, load_balancer_connection_text(balancer));
     let address = balancer.address.map_or_else(|| "no address".to_owned(), |address| address.to_string());
     let owner_text = balancer.connection_table_owner.map_or_else(|| "none".to_owned(), |owner| owner.to_string());
     let _ = writeln!(text, "  owner      {owner_text}, at {address}");
@@ -289,7 +289,7 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     if !state.unresolved_servers.is_empty() {
         let _ = writeln!(text, "  ! no MAC address known of {}", state.unresolved_servers.join(", "));
     }
-    text += &clocks_text(state);
+    text += &server_clocks_text(state);
     append_warnings(&mut text, &state.warnings);
     text
 }
@@ -299,24 +299,24 @@ fn describe_missing_configuration(state: &LoadBalancerState, services: &[Service
     if state.configuration_generation == 0 {
         return Some("no configuration of this controller is in force yet".to_owned());
     }
-    let has_table = |service: &&Service| state.table_generations.contains_key(&service.name);
+    let has_placement_table = |service: &&Service| state.table_generations.contains_key(&service.name);
     let services_without_table: Vec<&str> =
-        services.iter().filter(|service| !has_table(service)).map(|service| service.name.as_str()).collect();
+        services.iter().filter(|service| !has_placement_table(service)).map(|service| service.name.as_str()).collect();
     (!services_without_table.is_empty())
         .then(|| format!("no table is in force yet for {}", services_without_table.join(", ")))
 }
 
 /// Formats one line per service with the number of servers whose timestamp clock is known, and the problems of other
 /// servers' clocks.
-fn clocks_text(state: &LoadBalancerState) -> String {
+fn server_clocks_text(state: &LoadBalancerState) -> String {
     let mut clocks_by_service: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
     for clock in &state.server_clocks {
         clocks_by_service.entry(&clock.service).or_default().push(clock);
     }
     let mut text = String::new();
     for (service, clocks) in clocks_by_service {
-        let is_known = |clock: &&&ServerClock| ["known", "per-connection"].contains(&clock.clock_state.as_str());
-        let known_count = clocks.iter().filter(is_known).count();
+        let is_clock_known = |clock: &&&ServerClock| ["known", "per-connection"].contains(&clock.clock_state.as_str());
+        let known_count = clocks.iter().filter(is_clock_known).count();
         let packet_counts = state.stamped_services.iter().find(|stamped_service| stamped_service.service == service);
         let cookie_share_text = packet_counts
             .and_then(StampedService::cookie_share)

@@ -28,7 +28,7 @@ fn server_clock(server: &str, state: &str, problem: &str) -> ServerClock {
 }
 
 fn dispatched_service() -> DispatchedService {
-    let worker = |worker, outstanding, eligible| DispatchedWorker {
+    let sample_worker = |worker, outstanding, eligible| DispatchedWorker {
         worker,
         pid: 812 + worker,
         outstanding,
@@ -43,7 +43,7 @@ fn dispatched_service() -> DispatchedService {
     DispatchedService {
         listen: "0.0.0.0:53".into(),
         policy: "jsq".into(),
-        workers: vec![worker(0, 0, true), worker(1, 4, false)],
+        workers: vec![sample_worker(0, 0, true), sample_worker(1, 4, false)],
         counters: BTreeMap::from([("over_bound".into(), 7), ("untracked".into(), 0)]),
     }
 }
@@ -98,7 +98,7 @@ fn sample_load_balancer_state() -> LoadBalancerState {
 }
 
 fn sample_status() -> Status {
-    let load_balancer = |name: &str, owner| LoadBalancer {
+    let sample_load_balancer = |name: &str, owner| LoadBalancer {
         name: name.into(),
         state: None,
         state_age_ms: 0,
@@ -113,7 +113,7 @@ fn sample_status() -> Status {
         connected: true,
         alive: true,
         address: Some(IpAddr::from([10, 2, 0, 1])),
-        ..load_balancer("lb1", 0)
+        ..sample_load_balancer("lb1", 0)
     };
     Status {
         configuration_generation: 3,
@@ -167,7 +167,7 @@ fn sample_status() -> Status {
                 ..sample_server(2, ServerState::Down, &[])
             },
         ],
-        load_balancers: vec![connected_load_balancer, load_balancer("lb2", 1)],
+        load_balancers: vec![connected_load_balancer, sample_load_balancer("lb2", 1)],
         racks: vec![Rack {
             name: "rack1".into(),
             version: "0.1.0".into(),
@@ -294,7 +294,7 @@ fn status_is_printed_as_json() {
 }
 
 fn sample_explanation() -> Explanation {
-    let server = |n: u32, core: Option<u32>| ExplainedServer {
+    let sample_explained_server = |n: u32, core: Option<u32>| ExplainedServer {
         name: format!("s{n}"),
         id: n,
         vlan: None,
@@ -308,7 +308,11 @@ fn sample_explanation() -> Explanation {
         service: "web".into(),
         policy: "crossrss".into(),
         table_generation: 5,
-        servers: vec![server(1, Some(3)), server(2, None), server(3, Some(0))],
+        servers: vec![
+            sample_explained_server(1, Some(3)),
+            sample_explained_server(2, None),
+            sample_explained_server(3, Some(0)),
+        ],
         chosen_server: Some("s1".into()),
         reason: "bucket 111 of 128 goes to s1: because".into(),
         forwarding: "l2".into(),
@@ -367,18 +371,18 @@ fn unreachable_controller_and_invalid_token_are_reported() {
     let closed_address = std::net::TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let token_path = directory.path().join("operator.token");
-    let error = Client::new(closed_address.into(), &token_path).unwrap_err().to_string();
+    let error = ControllerClient::new(closed_address.into(), &token_path).unwrap_err().to_string();
     assert!(error.contains("No such file") && error.contains("--token-file"), "{error}");
     // No request is sent if the token is invalid.
     for invalid_token in ["", "short", "two\nlines, 32 characters and more of it"] {
         std::fs::write(&token_path, invalid_token).unwrap();
         std::fs::set_permissions(&token_path, std::fs::Permissions::from_mode(0o600)).unwrap();
-        let error = Client::new(closed_address.into(), &token_path).unwrap_err().to_string();
+        let error = ControllerClient::new(closed_address.into(), &token_path).unwrap_err().to_string();
         assert!(error.contains("operator.token holds no token: expected at least 32 characters"), "{error}");
     }
     std::fs::remove_file(&token_path).unwrap();
-    coreward_http::tokens::Tokens::open(directory.path()).unwrap();
-    let client = Client::new(closed_address.into(), &token_path).unwrap();
+    coreward_http::tokens::ApiTokens::open(directory.path()).unwrap();
+    let client = ControllerClient::new(closed_address.into(), &token_path).unwrap();
     let error = super::fetch_status(&client, false, OutputFormat::Text).unwrap_err().to_string();
     assert_eq!(
         error,

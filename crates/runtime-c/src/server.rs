@@ -8,7 +8,7 @@ use coreward_model::dispatch::{CoreAssignmentMode, ReservedCores};
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::SharedCoreAllocator;
 use coreward_runtime::message::HintMessage;
-use coreward_runtime::serve::{self, Reply};
+use coreward_runtime::serve::{self, ReplyAction};
 use coreward_runtime::worker;
 
 use crate::call::{exclusive_ref, free_box, set_last_error, to_status_code};
@@ -123,20 +123,25 @@ pub unsafe extern "C" fn coreward_allocator_free(allocator: *mut Allocator) {
 }
 
 /// Argument `user` of `coreward_serve`, which is passed to every call of the handler.
-struct UserData(*mut c_void);
+struct HandlerUserData(*mut c_void);
 
 // SAFETY: only the handler uses it, on the threads that the interface's contract names.
-unsafe impl Sync for UserData {}
+unsafe impl Sync for HandlerUserData {}
 
 struct HandlerCallbacks<'a> {
     handler: unsafe extern "C" fn(*const Request, *mut u8, usize, *mut Context, *mut c_void) -> isize,
-    user_data: UserData,
+    user_data: HandlerUserData,
     allocator: Option<&'a SharedCoreAllocator>,
     response_capacity: usize,
 }
 
-impl serve::Handler for HandlerCallbacks<'_> {
-    fn handle(&self, request: &serve::Request<'_>, response: &mut Vec<u8>, context: &mut serve::Context<'_>) -> Reply {
+impl serve::RequestHandler for HandlerCallbacks<'_> {
+    fn handle(
+        &self,
+        request: &serve::HandlerRequest<'_>,
+        response: &mut Vec<u8>,
+        context: &mut serve::HandlerContext<'_>,
+    ) -> ReplyAction {
         let c_request = Request {
             payload: request.payload.as_ptr(),
             length: request.payload.len(),
@@ -157,10 +162,10 @@ impl serve::Handler for HandlerCallbacks<'_> {
                 self.user_data.0,
             )
         };
-        let Ok(length) = usize::try_from(response_length) else { return Reply::Nothing };
+        let Ok(length) = usize::try_from(response_length) else { return ReplyAction::Nothing };
         // SAFETY: the handler has written so many bytes, or only as many as the capacity if its response was longer.
         unsafe { response.set_len(length.min(self.response_capacity)) };
-        if length > self.response_capacity { Reply::Nothing } else { Reply::Send }
+        if length > self.response_capacity { ReplyAction::Nothing } else { ReplyAction::Send }
     }
 
     fn handle_load_hint(&self, hint: HintMessage, worker: &mut worker::Worker<'_>) -> Result<(), RuntimeError> {
@@ -175,7 +180,7 @@ impl serve::Handler for HandlerCallbacks<'_> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_yield_point(context: *mut Context) {
     // SAFETY: the handler was given a pointer to this reference.
-    if let Some(context) = unsafe { context.cast::<&mut serve::Context<'_>>().as_mut() } {
+    if let Some(context) = unsafe { context.cast::<&mut serve::HandlerContext<'_>>().as_mut() } {
         context.yield_point();
     }
 }
@@ -201,13 +206,13 @@ pub unsafe extern "C" fn coreward_serve(
     // SAFETY: by the interface's contract.
     let options = unsafe { options.as_ref() };
     // SAFETY: by the interface's contract.
-    let allocator = options.and_then(|options| unsafe { allocator_of(options) });
+    let allocator = options.and_then(|options| unsafe { shared_allocator_of_options(options) });
     let Worker { worker, shared_runtime } = worker;
     let response_capacity = shared_runtime.max_payload_bytes();
-    let callbacks = HandlerCallbacks { handler, user_data: UserData(user), allocator, response_capacity };
+    let callbacks = HandlerCallbacks { handler, user_data: HandlerUserData(user), allocator, response_capacity };
     let enable_result = allocator.map_or(Ok(()), |allocator| allocator.enable_assigned_services(worker));
     let timer_ns = options.map_or(0, |options| options.timer_ns);
-    let (options, stop) = (options_or_defaults(options), &shared_runtime.is_stop_requested);
+    let (options, stop) = (serve_options_or_defaults(options), &shared_runtime.is_stop_requested);
     let result = enable_result.and_then(|()| match timer_ns {
         0 => worker.serve(&callbacks, options, stop),
         _ => worker.serve_with_timer(&callbacks, options, Duration::from_nanos(timer_ns), stop),
@@ -225,12 +230,12 @@ pub unsafe extern "C" fn coreward_serve(
 /// # Safety
 ///
 /// The pointer in `options` is null, or points to an allocator that is not freed during `'a`.
-unsafe fn allocator_of<'a>(options: &ServeOptions) -> Option<&'a SharedCoreAllocator> {
+unsafe fn shared_allocator_of_options<'a>(options: &ServeOptions) -> Option<&'a SharedCoreAllocator> {
     // SAFETY: by this function's contract.
     unsafe { options.allocator.as_ref() }.map(|c_allocator| &c_allocator.allocator)
 }
 
-fn options_or_defaults(options: Option<&ServeOptions>) -> serve::ServeOptions {
+fn serve_options_or_defaults(options: Option<&ServeOptions>) -> serve::ServeOptions {
     let default_options = serve::ServeOptions::default();
     let Some(options) = options else { return default_options };
     let duration_or_default =

@@ -24,7 +24,7 @@ pub struct Runtime {
 
 #[derive(Debug)]
 pub(crate) struct SharedRuntime {
-    runtime: worker::Runtime,
+    runtime: worker::OrchestratorConnection,
     pub is_stop_requested: AtomicBool,
 }
 
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn coreward_connect(path: *const c_char) -> *mut Runtime {
     }
     // SAFETY: by the interface's contract.
     let path = Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()));
-    match worker::Runtime::connect(path) {
+    match worker::OrchestratorConnection::connect(path) {
         Ok(runtime) => {
             let shared_runtime = Arc::new(SharedRuntime { runtime, is_stop_requested: AtomicBool::new(false) });
             Box::into_raw(Box::new(Runtime { shared_runtime }))
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn coreward_worker_free(worker: *mut Worker) {
 }
 
 /// Calls `call` with the worker that the pointer points to. Fails when the pointer is null.
-unsafe fn with_worker(
+unsafe fn call_with_worker(
     worker: *mut Worker,
     call: impl FnOnce(&mut worker::Worker<'static>) -> Result<(), RuntimeError>,
 ) -> c_int {
@@ -170,7 +170,7 @@ unsafe fn with_worker(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_enable_service(worker: *mut Worker, service: u8, core: u16) -> c_int {
     // SAFETY: by the interface's contract.
-    unsafe { with_worker(worker, |worker| worker.enable_service(service, core)) }
+    unsafe { call_with_worker(worker, |worker| worker.enable_service(service, core)) }
 }
 
 /// Disables a service on `core`, so that no new requests are sent there (DisableService). Requests in its queues
@@ -178,14 +178,14 @@ pub unsafe extern "C" fn coreward_enable_service(worker: *mut Worker, service: u
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_disable_service(worker: *mut Worker, service: u8, core: u16) -> c_int {
     // SAFETY: by the interface's contract.
-    unsafe { with_worker(worker, |worker| worker.disable_service(service, core)) }
+    unsafe { call_with_worker(worker, |worker| worker.disable_service(service, core)) }
 }
 
 /// Reports `count` requests that `core` completed without a response (LoadFeedback).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_load_feedback(worker: *mut Worker, service: u8, core: u16, count: u32) -> c_int {
     // SAFETY: by the interface's contract.
-    unsafe { with_worker(worker, |worker| worker.send_load_feedback(service, core, count)) }
+    unsafe { call_with_worker(worker, |worker| worker.send_load_feedback(service, core, count)) }
 }
 
 /// Enables hints to scale a service up (EnableLoadMonitor), if a request waits at two checks `epoch_ns` apart.
@@ -194,7 +194,7 @@ pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: 
     let Some(epoch) = epoch_from_nanoseconds(epoch_ns) else { return -1 };
     // SAFETY: by the interface's contract.
     unsafe {
-        with_worker(worker, |worker| {
+        call_with_worker(worker, |worker| {
             worker.enable_load_monitor(service, HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch }))
         })
     }
@@ -217,7 +217,7 @@ pub unsafe extern "C" fn coreward_enable_scale_down(
         required_calm_epochs: calm_epochs,
     });
     // SAFETY: by the interface's contract.
-    unsafe { with_worker(worker, |worker| worker.enable_load_monitor(service, trigger)) }
+    unsafe { call_with_worker(worker, |worker| worker.enable_load_monitor(service, trigger)) }
 }
 
 fn epoch_from_nanoseconds(nanoseconds: u64) -> Option<EpochLength> {
@@ -232,7 +232,7 @@ fn epoch_from_nanoseconds(nanoseconds: u64) -> Option<EpochLength> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_rearm_load_monitor(worker: *mut Worker, service: u8) -> c_int {
     // SAFETY: by the interface's contract.
-    unsafe { with_worker(worker, |worker| worker.rearm_load_monitor(service)) }
+    unsafe { call_with_worker(worker, |worker| worker.rearm_load_monitor(service)) }
 }
 
 /// Reads the next hint for this core (LoadHint). Returns 1 if there was a hint, and 0 otherwise.

@@ -31,7 +31,7 @@ impl SharedCoreAllocator {
     pub fn enable_assigned_services(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         let core_allocator = self.lock_core_allocator();
         let core = worker.core();
-        let is_assigned = |service: &u8| core_allocator.is_running(*service, core);
+        let is_assigned = |service: &u8| core_allocator.is_service_running(*service, core);
         (0..SERVICES_WITH_CORES).filter(is_assigned).try_for_each(|service| worker.enable_service(service, core))
     }
 

@@ -6,9 +6,9 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use crate::error::RuntimeError;
-use crate::layout::{Geometry, MESSAGE_RING_SLOTS, RawMessage, SEQUENCE_BYTES, SlotHeader};
-use crate::message::{HintMessage, Message};
-use crate::ring::{Consumer, DamagedCursor, Producer};
+use crate::layout::{MESSAGE_RING_SLOTS, RawWorkerMessage, SEQUENCE_NUMBER_BYTES, SegmentGeometry, SlotHeader};
+use crate::message::{HintMessage, WorkerMessage};
+use crate::ring::{DamagedRingCursor, RingConsumer, RingProducer};
 use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub(crate) fn slot_client_address(slot: &SlotHeader) -> SocketAddrV4 {
 /// Returns the index of the free slot in a core's ring. Fails if the ring is full or damaged.
 #[inline]
 pub(crate) fn require_free_slot(
-    slot: Result<Option<u32>, DamagedCursor>,
+    slot: Result<Option<u32>, DamagedRingCursor>,
     core: u16,
     ring_name: &'static str,
 ) -> Result<u32, RuntimeError> {
@@ -52,31 +52,31 @@ pub struct CoreQueues {
 struct CoreRings {
     /// Number of the worker that was last accepted, or 0 if there was none.
     accepted_worker_number: u32,
-    request_producers: Vec<Producer>,
-    hint_producer: Producer,
-    response_consumer: Consumer,
-    message_consumer: Consumer,
+    request_producers: Vec<RingProducer>,
+    hint_producer: RingProducer,
+    response_consumer: RingConsumer,
+    message_consumer: RingConsumer,
 }
 
 impl CoreQueues {
     /// Creates the shared memory at `path`, without workers. The index of a service in `services` is its number. Fails
     /// if a size or a priority is out of range, another orchestrator uses the path, or the file cannot be created.
-    pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
+    pub fn create(path: &Path, geometry: SegmentGeometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         let segment = SharedSegment::create(path, geometry, services)?;
         let rings_by_core = (0..geometry.core_count).map(|_| CoreRings {
             accepted_worker_number: 0,
             request_producers: (0..geometry.priority_count)
-                .map(|_| Producer::new(geometry.slots_per_queue, 0))
+                .map(|_| RingProducer::new(geometry.slots_per_queue, 0))
                 .collect(),
-            hint_producer: Producer::new(MESSAGE_RING_SLOTS, 0),
-            response_consumer: Consumer::new(geometry.response_slot_count(), 0),
-            message_consumer: Consumer::new(MESSAGE_RING_SLOTS, 0),
+            hint_producer: RingProducer::new(MESSAGE_RING_SLOTS, 0),
+            response_consumer: RingConsumer::new(geometry.response_slot_count(), 0),
+            message_consumer: RingConsumer::new(MESSAGE_RING_SLOTS, 0),
         });
         Ok(Self { rings_by_core: rings_by_core.collect(), segment })
     }
 
     /// Returns the sizes with which the shared memory was created.
-    pub fn geometry(&self) -> &Geometry {
+    pub fn segment_geometry(&self) -> &SegmentGeometry {
         &self.segment.geometry
     }
 
@@ -105,22 +105,23 @@ impl CoreQueues {
         let (tails, heads) = (&core_cursors.orchestrator_tails, &core_cursors.orchestrator_heads);
         for (priority, producer) in (0..).zip(&mut core_rings.request_producers) {
             let priority_index = usize::from(priority);
-            *producer = Producer::new(
+            *producer = RingProducer::new(
                 geometry.slots_per_queue,
                 copy_cursor(&tails.data_tails[priority_index], &core_cursors.worker_heads.data_heads[priority_index]),
             );
-            producer.clear_sequences(|slot| self.segment.sequence_at(geometry.request_offset(core, priority, slot)));
+            producer
+                .clear_sequences(|slot| self.segment.sequence_number_at(geometry.request_offset(core, priority, slot)));
         }
-        core_rings.hint_producer = Producer::new(
+        core_rings.hint_producer = RingProducer::new(
             MESSAGE_RING_SLOTS,
             copy_cursor(&tails.message_tail, &core_cursors.worker_heads.message_head),
         );
         core_rings
             .hint_producer
-            .clear_sequences(|slot| self.segment.sequence_at(geometry.downlink_message_offset(core, slot)));
+            .clear_sequences(|slot| self.segment.sequence_number_at(geometry.downlink_message_offset(core, slot)));
         let response_position = copy_cursor(&heads.data_heads[0], &core_cursors.worker_tails.data_tails[0]);
-        core_rings.response_consumer = Consumer::new(geometry.response_slot_count(), response_position);
-        core_rings.message_consumer = Consumer::new(
+        core_rings.response_consumer = RingConsumer::new(geometry.response_slot_count(), response_position);
+        core_rings.message_consumer = RingConsumer::new(
             MESSAGE_RING_SLOTS,
             copy_cursor(&heads.message_head, &core_cursors.worker_tails.message_tail),
         );
@@ -168,8 +169,8 @@ impl CoreQueues {
         };
         let slot_offset = geometry.request_offset(core, priority, free_slot);
         segment.write_slot(slot_offset, header, payload);
-        producer.publish(
-            segment.sequence_at(slot_offset),
+        producer.publish_slot(
+            segment.sequence_number_at(slot_offset),
             &core_cursors.orchestrator_tails.data_tails[usize::from(priority)],
         );
         Ok(())
@@ -183,7 +184,10 @@ impl CoreQueues {
             require_free_slot(hint_producer.free_slot(&core_cursors.worker_heads.message_head), core, "hints")?;
         let message_offset = self.segment.geometry.downlink_message_offset(core, free_slot);
         self.segment.write_message(message_offset, hint.into());
-        hint_producer.publish(self.segment.sequence_at(message_offset), &core_cursors.orchestrator_tails.message_tail);
+        hint_producer.publish_slot(
+            self.segment.sequence_number_at(message_offset),
+            &core_cursors.orchestrator_tails.message_tail,
+        );
         Ok(())
     }
 
@@ -201,7 +205,7 @@ impl CoreQueues {
         let mut received_count = 0;
         while received_count < limit
             && let Some(slot) =
-                consumer.oldest_slot(|slot| segment.sequence_at(segment.geometry.response_offset(core, slot)))
+                consumer.oldest_slot(|slot| segment.sequence_number_at(segment.geometry.response_offset(core, slot)))
         {
             let (header, payload) = segment.read_slot(segment.geometry.response_offset(core, slot));
             let service_number = u8::try_from(header.service_number).unwrap_or(u8::MAX);
@@ -214,7 +218,7 @@ impl CoreQueues {
                 payload,
             );
             consumer.advance();
-            consumer.publish(&core_cursors.orchestrator_heads.data_heads[0]);
+            consumer.release_read_slots(&core_cursors.orchestrator_heads.data_heads[0]);
             received_count += 1;
         }
         received_count
@@ -223,20 +227,25 @@ impl CoreQueues {
     /// Receives up to `limit` messages from the core, passes each to `receive`, and returns their number. A message of
     /// unknown kind is passed as `None`.
     #[inline]
-    pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
+    pub fn receive_messages(
+        &mut self,
+        core: u16,
+        limit: usize,
+        mut receive: impl FnMut(Option<WorkerMessage>),
+    ) -> usize {
         let Self { segment, rings_by_core: rings } = self;
         let (core_cursors, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].message_consumer);
         let mut received_count = 0;
         while received_count < limit
-            && let Some(slot) =
-                consumer.oldest_slot(|slot| segment.sequence_at(segment.geometry.uplink_message_offset(core, slot)))
+            && let Some(slot) = consumer
+                .oldest_slot(|slot| segment.sequence_number_at(segment.geometry.uplink_message_offset(core, slot)))
         {
             receive(segment.read_message(segment.geometry.uplink_message_offset(core, slot)).to_message());
             consumer.advance();
             received_count += 1;
         }
         if received_count > 0 {
-            consumer.publish(&core_cursors.orchestrator_heads.message_head);
+            consumer.release_read_slots(&core_cursors.orchestrator_heads.message_head);
         }
         received_count
     }
@@ -247,7 +256,7 @@ impl SharedSegment {
     #[inline]
     pub(crate) fn write_slot(&self, offset: usize, header: SlotHeader, payload: &[u8]) {
         let header_pointer: *mut SlotHeader =
-            self.slot_pointer(offset + SEQUENCE_BYTES, size_of::<SlotHeader>() + payload.len());
+            self.slot_pointer(offset + SEQUENCE_NUMBER_BYTES, size_of::<SlotHeader>() + payload.len());
         // SAFETY: inside the mapping and aligned (`slot_pointer`); only this side accesses an unpublished slot.
         unsafe {
             header_pointer.write(header);
@@ -259,8 +268,8 @@ impl SharedSegment {
     /// range. It must not be used after the slot is returned to the other side.
     #[inline]
     pub(crate) fn read_slot<'a>(&self, offset: usize) -> (SlotHeader, Option<&'a [u8]>) {
-        let max_slot_content_bytes = self.geometry.slot_bytes as usize - SEQUENCE_BYTES;
-        let header_pointer: *mut SlotHeader = self.slot_pointer(offset + SEQUENCE_BYTES, max_slot_content_bytes);
+        let max_slot_content_bytes = self.geometry.slot_bytes as usize - SEQUENCE_NUMBER_BYTES;
+        let header_pointer: *mut SlotHeader = self.slot_pointer(offset + SEQUENCE_NUMBER_BYTES, max_slot_content_bytes);
         // SAFETY: inside the mapping and aligned (`slot_pointer`); any bit pattern is a header.
         let header = unsafe { header_pointer.read() };
         let payload_length = header.payload_length as usize;
@@ -272,14 +281,19 @@ impl SharedSegment {
     }
 
     #[inline]
-    pub(crate) fn write_message(&self, offset: usize, message: RawMessage) {
+    pub(crate) fn write_message(&self, offset: usize, message: RawWorkerMessage) {
         // SAFETY: as in `write_slot`.
-        unsafe { self.slot_pointer::<RawMessage>(offset + SEQUENCE_BYTES, size_of::<RawMessage>()).write(message) }
+        unsafe {
+            self.slot_pointer::<RawWorkerMessage>(offset + SEQUENCE_NUMBER_BYTES, size_of::<RawWorkerMessage>())
+                .write(message)
+        }
     }
 
     #[inline]
-    pub(crate) fn read_message(&self, offset: usize) -> RawMessage {
+    pub(crate) fn read_message(&self, offset: usize) -> RawWorkerMessage {
         // SAFETY: as in `read_slot`.
-        unsafe { self.slot_pointer::<RawMessage>(offset + SEQUENCE_BYTES, size_of::<RawMessage>()).read() }
+        unsafe {
+            self.slot_pointer::<RawWorkerMessage>(offset + SEQUENCE_NUMBER_BYTES, size_of::<RawWorkerMessage>()).read()
+        }
     }
 }

@@ -4,8 +4,8 @@ use std::net::SocketAddrV4;
 use std::time::Duration;
 use std::{io, path::PathBuf};
 
-use crate::layout::GeometryError;
-use crate::ring::DamagedCursor;
+use crate::layout::SegmentGeometryError;
+use crate::ring::DamagedRingCursor;
 
 /// Reason why the shared memory cannot be used or a call failed.
 #[derive(Debug, thiserror::Error)]
@@ -46,7 +46,7 @@ pub enum RuntimeError {
     },
     /// A configured size is outside the range that the shared memory allows.
     #[error(transparent)]
-    Geometry(#[from] GeometryError),
+    SegmentGeometry(#[from] SegmentGeometryError),
     #[error("another orchestrator is running with this memory")]
     OrchestratorRunning,
     #[error("the orchestrator is not running")]
@@ -93,5 +93,5 @@ pub enum RuntimeError {
     RingFull { core: u16, ring: &'static str },
     /// The other side has stored an impossible cursor value.
     #[error("core {core}: {cursors}")]
-    DamagedQueue { core: u16, cursors: DamagedCursor },
+    DamagedQueue { core: u16, cursors: DamagedRingCursor },
 }

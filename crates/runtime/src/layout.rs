@@ -12,12 +12,12 @@
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use coreward_model::dispatch::MAX_SERVICES;
+use coreward_model::dispatch::MAX_SCHEDULED_SERVICES;
 
 /// Magic number in the first bytes of the shared memory. It identifies the file.
-pub(crate) const MEMORY_MAGIC: u64 = u64::from_le_bytes(*b"coreward");
+pub(crate) const SHARED_MEMORY_MAGIC: u64 = u64::from_le_bytes(*b"coreward");
 /// Version of this memory layout. A process rejects memory with another version.
-pub const LAYOUT_VERSION: u32 = 2;
+pub const MEMORY_LAYOUT_VERSION: u32 = 2;
 /// Size of a cache line in bytes. All parts of the memory are aligned to it.
 pub(crate) const CACHE_LINE_BYTES: usize = 64;
 /// Maximum number of request priorities (RingLeader, NSDI'23, Sect. 6).
@@ -28,8 +28,8 @@ pub const MAX_QUEUE_SLOTS: u32 = 1024;
 /// Maximum size of a slot in bytes. The largest UDP payload fits into it.
 pub const MAX_SLOT_BYTES: u32 = 1 << 16;
 /// Size in bytes of the sequence number before a slot's or message's data. It is 8 to keep the data aligned.
-pub(crate) const SEQUENCE_BYTES: usize = 8;
-pub(crate) const MESSAGE_BYTES: usize = SEQUENCE_BYTES + size_of::<RawMessage>();
+pub(crate) const SEQUENCE_NUMBER_BYTES: usize = 8;
+pub(crate) const MESSAGE_SLOT_BYTES: usize = SEQUENCE_NUMBER_BYTES + size_of::<RawWorkerMessage>();
 /// Number of slots in a message ring. Each core has one message ring in each direction, between worker and
 /// orchestrator.
 pub(crate) const MESSAGE_RING_SLOTS: u32 = 256;
@@ -105,7 +105,7 @@ pub(crate) struct SlotHeader {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
-pub(crate) struct RawMessage {
+pub(crate) struct RawWorkerMessage {
     pub message_kind: u8,
     pub service: u8,
     pub core: u16,
@@ -116,7 +116,7 @@ pub(crate) struct RawMessage {
 
 /// Configurable sizes in the shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Geometry {
+pub struct SegmentGeometry {
     /// Number of cores, from 1 to [`MAX_CORES`]. Each has one worker.
     pub core_count: u16,
     /// Number of priorities, from 1 to [`MAX_PRIORITIES`].
@@ -129,16 +129,16 @@ pub struct Geometry {
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{name} {value}: expected {expected}")]
-pub struct GeometryError {
+pub struct SegmentGeometryError {
     name: &'static str,
     value: u32,
     expected: &'static str,
 }
 
-impl Geometry {
+impl SegmentGeometry {
     /// Checks the sizes. Fails if one of them is out of range.
-    pub fn check(&self) -> Result<(), GeometryError> {
-        let size_error = |name, value, expected| Err(GeometryError { name, value, expected });
+    pub fn check_sizes(&self) -> Result<(), SegmentGeometryError> {
+        let size_error = |name, value, expected| Err(SegmentGeometryError { name, value, expected });
         if !(1..=MAX_CORES).contains(&self.core_count) {
             return size_error("cores", self.core_count.into(), "1 to 256");
         }
@@ -157,12 +157,13 @@ impl Geometry {
 
     /// Returns the size in bytes of the smallest slot that can contain payloads of up to `payload` bytes.
     pub fn slot_bytes_for_payload(payload: u16) -> u32 {
-        (SEQUENCE_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(CACHE_LINE_BYTES) as u32
+        (SEQUENCE_NUMBER_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(CACHE_LINE_BYTES)
+            as u32
     }
 
     /// Returns the maximum length in bytes of a payload in a slot.
     pub fn max_payload_bytes(&self) -> usize {
-        self.slot_bytes as usize - SEQUENCE_BYTES - size_of::<SlotHeader>()
+        self.slot_bytes as usize - SEQUENCE_NUMBER_BYTES - size_of::<SlotHeader>()
     }
 
     /// Returns the number of slots in a core's response ring. It suffices for all requests that can be at the core.
@@ -171,7 +172,7 @@ impl Geometry {
     }
 
     fn message_ring_bytes() -> usize {
-        MESSAGE_RING_SLOTS as usize * MESSAGE_BYTES
+        MESSAGE_RING_SLOTS as usize * MESSAGE_SLOT_BYTES
     }
 
     fn bytes_per_core(&self) -> usize {
@@ -189,11 +190,11 @@ impl Geometry {
 
     /// Returns the offset of a core's part of the memory, which begins with its [`CoreCursors`].
     pub(crate) fn core_offset(&self, core: u16) -> usize {
-        Self::service_offset(MAX_SERVICES as u8) + usize::from(core) * self.bytes_per_core()
+        Self::service_offset(MAX_SCHEDULED_SERVICES as u8) + usize::from(core) * self.bytes_per_core()
     }
 
     pub(crate) fn uplink_message_offset(&self, core: u16, slot: u32) -> usize {
-        self.core_offset(core) + size_of::<CoreCursors>() + slot as usize * MESSAGE_BYTES
+        self.core_offset(core) + size_of::<CoreCursors>() + slot as usize * MESSAGE_SLOT_BYTES
     }
 
     pub(crate) fn downlink_message_offset(&self, core: u16, slot: u32) -> usize {
@@ -216,13 +217,13 @@ mod tests {
 
     #[test]
     fn segment_parts_are_aligned_and_do_not_overlap() {
-        let geometry = Geometry { core_count: 3, priority_count: 2, slots_per_queue: 4, slot_bytes: 128 };
+        let geometry = SegmentGeometry { core_count: 3, priority_count: 2, slots_per_queue: 4, slot_bytes: 128 };
         let mut parts = Vec::new();
         for core in 0..3 {
             parts.push((geometry.core_offset(core), size_of::<CoreCursors>()));
             for slot in 0..MESSAGE_RING_SLOTS {
-                parts.push((geometry.uplink_message_offset(core, slot), MESSAGE_BYTES));
-                parts.push((geometry.downlink_message_offset(core, slot), MESSAGE_BYTES));
+                parts.push((geometry.uplink_message_offset(core, slot), MESSAGE_SLOT_BYTES));
+                parts.push((geometry.downlink_message_offset(core, slot), MESSAGE_SLOT_BYTES));
             }
             parts.extend((0..8).map(|slot| (geometry.response_offset(core, slot), 128)));
             for priority in 0..2 {
@@ -231,7 +232,7 @@ mod tests {
         }
         parts.sort_unstable();
         assert!(parts.iter().all(|(offset, bytes)| offset % bytes.min(&CACHE_LINE_BYTES) == 0));
-        let mut previous_end = size_of::<SegmentHeader>() + MAX_SERVICES * size_of::<ServiceRecord>();
+        let mut previous_end = size_of::<SegmentHeader>() + MAX_SCHEDULED_SERVICES * size_of::<ServiceRecord>();
         for (offset, bytes) in parts {
             assert_eq!(offset, previous_end, "no hole, no overlap");
             previous_end += bytes;
@@ -242,19 +243,22 @@ mod tests {
     #[test]
     fn error_names_the_size_that_is_out_of_range() {
         let largest_geometry =
-            Geometry { core_count: 256, priority_count: 8, slots_per_queue: 1024, slot_bytes: 65536 };
-        let check_error_text = |geometry: Geometry| geometry.check().unwrap_err().to_string();
-        assert_eq!(largest_geometry.check(), Ok(()));
-        assert_eq!(check_error_text(Geometry { core_count: 257, ..largest_geometry }), "cores 257: expected 1 to 256");
+            SegmentGeometry { core_count: 256, priority_count: 8, slots_per_queue: 1024, slot_bytes: 65536 };
+        let check_error_text = |geometry: SegmentGeometry| geometry.check_sizes().unwrap_err().to_string();
+        assert_eq!(largest_geometry.check_sizes(), Ok(()));
         assert_eq!(
-            check_error_text(Geometry { priority_count: 9, ..largest_geometry }),
+            check_error_text(SegmentGeometry { core_count: 257, ..largest_geometry }),
+            "cores 257: expected 1 to 256"
+        );
+        assert_eq!(
+            check_error_text(SegmentGeometry { priority_count: 9, ..largest_geometry }),
             "priorities 9: expected 1 to 8"
         );
         assert_eq!(
-            check_error_text(Geometry { slots_per_queue: 3, ..largest_geometry }),
+            check_error_text(SegmentGeometry { slots_per_queue: 3, ..largest_geometry }),
             "slots 3: expected a power of two up to 1024"
         );
         let text = "slot_bytes 100: expected a multiple of 64 from 64 to 65536";
-        assert_eq!(check_error_text(Geometry { slot_bytes: 100, ..largest_geometry }), text);
+        assert_eq!(check_error_text(SegmentGeometry { slot_bytes: 100, ..largest_geometry }), text);
     }
 }

@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 
 use coreward_model::dispatch::{EpochLength, LoadHint, ScaleDownCondition, ScaleUpCondition};
 
-use crate::layout::RawMessage;
+use crate::layout::RawWorkerMessage;
 
 /// Condition under which a service's load monitor sends hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub enum HintTrigger {
 
 /// Message from a worker to the orchestrator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Message {
+pub enum WorkerMessage {
     /// Announces that the core's worker serves the service from now on.
     EnableService { service: u8, core: u16 },
     /// Announces that the core accepts no further requests of the service.
@@ -50,40 +50,40 @@ const KIND_SCALE_UP_MONITOR: u8 = 4;
 const KIND_SCALE_DOWN_MONITOR: u8 = 5;
 const KIND_REARM_MONITOR: u8 = 6;
 
-impl From<Message> for RawMessage {
-    fn from(message: Message) -> Self {
-        let new_message = |kind, service, core| Self { message_kind: kind, service, core, ..Self::default() };
+impl From<WorkerMessage> for RawWorkerMessage {
+    fn from(message: WorkerMessage) -> Self {
+        let new_raw_message = |kind, service, core| Self { message_kind: kind, service, core, ..Self::default() };
         match message {
-            Message::EnableService { service, core } => new_message(KIND_ENABLE_SERVICE, service, core),
-            Message::DisableService { service, core } => new_message(KIND_DISABLE_SERVICE, service, core),
-            Message::LoadFeedback { service, core, count } => {
-                Self { count, ..new_message(KIND_LOAD_FEEDBACK, service, core) }
+            WorkerMessage::EnableService { service, core } => new_raw_message(KIND_ENABLE_SERVICE, service, core),
+            WorkerMessage::DisableService { service, core } => new_raw_message(KIND_DISABLE_SERVICE, service, core),
+            WorkerMessage::LoadFeedback { service, core, count } => {
+                Self { count, ..new_raw_message(KIND_LOAD_FEEDBACK, service, core) }
             }
-            Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleUp(up) } => {
-                Self { epoch: up.epoch_length.get().get(), ..new_message(KIND_SCALE_UP_MONITOR, service, 0) }
+            WorkerMessage::EnableLoadMonitor { service, trigger: HintTrigger::ScaleUp(up) } => {
+                Self { epoch: up.epoch_length.get().get(), ..new_raw_message(KIND_SCALE_UP_MONITOR, service, 0) }
             }
-            Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleDown(down) } => Self {
+            WorkerMessage::EnableLoadMonitor { service, trigger: HintTrigger::ScaleDown(down) } => Self {
                 epoch: down.epoch_length.get().get(),
                 threshold: down.max_calm_queue_length,
                 count: down.required_calm_epochs,
-                ..new_message(KIND_SCALE_DOWN_MONITOR, service, 0)
+                ..new_raw_message(KIND_SCALE_DOWN_MONITOR, service, 0)
             },
-            Message::RearmLoadMonitor { service } => new_message(KIND_REARM_MONITOR, service, 0),
+            WorkerMessage::RearmLoadMonitor { service } => new_raw_message(KIND_REARM_MONITOR, service, 0),
         }
     }
 }
 
-impl RawMessage {
+impl RawWorkerMessage {
     /// Returns the decoded message of a worker, or `None` if no worker of this version could have sent it.
     #[inline]
-    pub fn to_message(self) -> Option<Message> {
+    pub fn to_message(self) -> Option<WorkerMessage> {
         let Self { message_kind: kind, service, core, count, threshold, .. } = self;
         let epoch = NonZeroU64::new(self.epoch).map(EpochLength::new);
         Some(match kind {
-            KIND_ENABLE_SERVICE => Message::EnableService { service, core },
-            KIND_DISABLE_SERVICE => Message::DisableService { service, core },
-            KIND_LOAD_FEEDBACK => Message::LoadFeedback { service, core, count },
-            KIND_SCALE_UP_MONITOR => Message::EnableLoadMonitor {
+            KIND_ENABLE_SERVICE => WorkerMessage::EnableService { service, core },
+            KIND_DISABLE_SERVICE => WorkerMessage::DisableService { service, core },
+            KIND_LOAD_FEEDBACK => WorkerMessage::LoadFeedback { service, core, count },
+            KIND_SCALE_UP_MONITOR => WorkerMessage::EnableLoadMonitor {
                 service,
                 trigger: HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch? }),
             },
@@ -93,9 +93,9 @@ impl RawMessage {
                     max_calm_queue_length: threshold,
                     required_calm_epochs: count,
                 };
-                Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleDown(scale_down_condition) }
+                WorkerMessage::EnableLoadMonitor { service, trigger: HintTrigger::ScaleDown(scale_down_condition) }
             }
-            KIND_REARM_MONITOR => Message::RearmLoadMonitor { service },
+            KIND_REARM_MONITOR => WorkerMessage::RearmLoadMonitor { service },
             _ => return None,
         })
     }
@@ -111,7 +111,7 @@ impl RawMessage {
     }
 }
 
-impl From<HintMessage> for RawMessage {
+impl From<HintMessage> for RawWorkerMessage {
     fn from(HintMessage { service, hint, waiting_services }: HintMessage) -> Self {
         let message_kind = match hint {
             LoadHint::ScaleUp => KIND_SCALE_UP_MONITOR,
@@ -131,25 +131,30 @@ mod tests {
         let scale_down_condition =
             ScaleDownCondition { epoch_length: epoch, max_calm_queue_length: 7, required_calm_epochs: 4 };
         for message in [
-            Message::EnableService { service: 63, core: 255 },
-            Message::DisableService { service: 1, core: 2 },
-            Message::LoadFeedback { service: 1, core: 2, count: 3 },
-            Message::EnableLoadMonitor {
+            WorkerMessage::EnableService { service: 63, core: 255 },
+            WorkerMessage::DisableService { service: 1, core: 2 },
+            WorkerMessage::LoadFeedback { service: 1, core: 2, count: 3 },
+            WorkerMessage::EnableLoadMonitor {
                 service: 5,
                 trigger: HintTrigger::ScaleUp(ScaleUpCondition { epoch_length: epoch }),
             },
-            Message::EnableLoadMonitor { service: 5, trigger: HintTrigger::ScaleDown(scale_down_condition) },
-            Message::RearmLoadMonitor { service: 9 },
+            WorkerMessage::EnableLoadMonitor { service: 5, trigger: HintTrigger::ScaleDown(scale_down_condition) },
+            WorkerMessage::RearmLoadMonitor { service: 9 },
         ] {
-            assert_eq!(RawMessage::from(message).to_message(), Some(message));
+            assert_eq!(RawWorkerMessage::from(message).to_message(), Some(message));
         }
         for hint in [LoadHint::ScaleUp, LoadHint::ScaleDown] {
             let message = HintMessage { service: 3, hint, waiting_services: 1 << 63 };
-            assert_eq!(RawMessage::from(message).to_hint(), Some(message));
+            assert_eq!(RawWorkerMessage::from(message).to_hint(), Some(message));
         }
-        let message_without_epoch = RawMessage { message_kind: KIND_SCALE_UP_MONITOR, ..RawMessage::default() };
+        let message_without_epoch =
+            RawWorkerMessage { message_kind: KIND_SCALE_UP_MONITOR, ..RawWorkerMessage::default() };
         assert_eq!(
-            (message_without_epoch.to_message(), RawMessage::default().to_message(), RawMessage::default().to_hint()),
+            (
+                message_without_epoch.to_message(),
+                RawWorkerMessage::default().to_message(),
+                RawWorkerMessage::default().to_hint()
+            ),
             (None, None, None)
         );
     }

@@ -9,14 +9,14 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Cursor of a ring, in memory that producer and consumer share. Only one of them stores it.
-pub trait Cursor {
+pub trait RingCursor {
     /// Returns the cursor's value. Memory accesses of the storing side before its store become visible (acquire).
     fn load(&self) -> u32;
     /// Stores a value. All earlier memory accesses of this side become visible with it (release).
     fn store(&self, value: u32);
 }
 
-impl Cursor for AtomicU32 {
+impl RingCursor for AtomicU32 {
     #[inline]
     fn load(&self) -> u32 {
         AtomicU32::load(self, Ordering::Acquire)
@@ -30,22 +30,22 @@ impl Cursor for AtomicU32 {
 
 /// Error for a cursor value that the other side cannot have stored according to the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a ring of {slots} slots with {used} in use: the other side's cursor is damaged")]
-pub struct DamagedCursor {
-    pub slots: u32,
+#[error("a ring of {slot_count} slots with {used_slot_count} in use: the other side's cursor is damaged")]
+pub struct DamagedRingCursor {
+    pub slot_count: u32,
     /// Number of used slots, as the difference of the two cursors.
-    pub used: u32,
+    pub used_slot_count: u32,
 }
 
 #[derive(Debug, Clone)]
-pub struct Producer {
+pub struct RingProducer {
     slot_count: u32,
     own_tail: u32,
     /// Consumer's head cursor when the producer last read it.
     known_head: u32,
 }
 
-impl Producer {
+impl RingProducer {
     /// Returns the producer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
     pub fn new(slot_count: u32, start: u32) -> Self {
         assert!(slot_count.is_power_of_two(), "{slot_count} slots: expected a power of two");
@@ -55,12 +55,12 @@ impl Producer {
     /// Returns the index of the next free slot, into which the producer may write, or `None` if the ring is full. Fails
     /// if the consumer's cursor is ahead of the producer's.
     #[inline]
-    pub fn free_slot(&mut self, head: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
+    pub fn free_slot(&mut self, head: &impl RingCursor) -> Result<Option<u32>, DamagedRingCursor> {
         if self.own_tail.wrapping_sub(self.known_head) == self.slot_count {
             let loaded_head = head.load();
             let (slots, used) = (self.slot_count, self.own_tail.wrapping_sub(loaded_head));
             if used > slots {
-                return Err(DamagedCursor { slots, used });
+                return Err(DamagedRingCursor { slot_count: slots, used_slot_count: used });
             }
             self.known_head = loaded_head;
             if used == slots {
@@ -70,13 +70,13 @@ impl Producer {
         Ok(Some(self.own_tail & (self.slot_count - 1)))
     }
 
-    pub fn is_empty(&self, head: &impl Cursor) -> bool {
+    pub fn is_empty(&self, head: &impl RingCursor) -> bool {
         head.load() == self.own_tail
     }
 
     /// Publishes to the consumer the slot that [`free_slot`](Self::free_slot) has returned.
     #[inline]
-    pub fn publish(&mut self, sequence: &impl Cursor, tail: &impl Cursor) {
+    pub fn publish_slot(&mut self, sequence: &impl RingCursor, tail: &impl RingCursor) {
         self.own_tail = self.own_tail.wrapping_add(1);
         // The position is stored first. If this process ends now, its successor skips the slot, and none is read twice.
         tail.store(self.own_tail);
@@ -85,7 +85,7 @@ impl Producer {
 
     /// Marks all slots as unpublished, because a predecessor may have published some. The producer must call this when
     /// it starts.
-    pub fn clear_sequences<'a, C: Cursor + 'a>(&self, sequence_of_slot: impl Fn(u32) -> &'a C) {
+    pub fn clear_sequences<'a, C: RingCursor + 'a>(&self, sequence_of_slot: impl Fn(u32) -> &'a C) {
         for position in (0..self.slot_count).map(|offset| self.own_tail.wrapping_add(offset)) {
             sequence_of_slot(position & (self.slot_count - 1)).store(position);
         }
@@ -93,12 +93,12 @@ impl Producer {
 }
 
 #[derive(Debug, Clone)]
-pub struct Consumer {
+pub struct RingConsumer {
     slot_count: u32,
     own_head: u32,
 }
 
-impl Consumer {
+impl RingConsumer {
     /// Returns the consumer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
     pub fn new(slot_count: u32, start: u32) -> Self {
         assert!(slot_count.is_power_of_two(), "{slot_count} slots: expected a power of two");
@@ -108,13 +108,13 @@ impl Consumer {
     /// Returns the index of the oldest published slot, or `None` if the ring is empty. `sequence` returns a slot's
     /// sequence number.
     #[inline]
-    pub fn oldest_slot<'a, C: Cursor + 'a>(&self, sequence: impl FnOnce(u32) -> &'a C) -> Option<u32> {
+    pub fn oldest_slot<'a, C: RingCursor + 'a>(&self, sequence: impl FnOnce(u32) -> &'a C) -> Option<u32> {
         let slot_index = self.own_head & (self.slot_count - 1);
         (sequence(slot_index).load() == self.own_head.wrapping_add(1)).then_some(slot_index)
     }
 
     /// Advances the consumer past the slot that [`oldest_slot`](Self::oldest_slot) has returned. The producer may reuse
-    /// the slot after [`publish`](Self::publish).
+    /// the slot after [`release_read_slots`](Self::release_read_slots).
     #[inline]
     pub fn advance(&mut self) {
         self.own_head = self.own_head.wrapping_add(1);
@@ -122,7 +122,7 @@ impl Consumer {
 
     /// Returns all slots that the consumer has read to the producer, which may reuse them.
     #[inline]
-    pub fn publish(&self, head: &impl Cursor) {
+    pub fn release_read_slots(&self, head: &impl RingCursor) {
         head.store(self.own_head);
     }
 }
@@ -145,9 +145,9 @@ mod tests {
             let slot_count = 1 << slot_count_log2;
             let (head, tail) = (AtomicU32::new(start), AtomicU32::new(start));
             let sequences: Vec<AtomicU32> = (0..slot_count).map(|_| AtomicU32::new(start.wrapping_add(1))).collect();
-            let mut producer = Producer::new(slot_count, start);
+            let mut producer = RingProducer::new(slot_count, start);
             producer.clear_sequences(|slot| &sequences[slot as usize]);
-            let mut consumer = Consumer::new(slot_count, start);
+            let mut consumer = RingConsumer::new(slot_count, start);
             let (mut memory, mut expected) = (vec![0; slot_count as usize], VecDeque::new());
             for (value, produces) in steps.into_iter().enumerate() {
                 if produces {
@@ -155,7 +155,7 @@ mod tests {
                     if let Some(slot) = slot {
                         memory[slot as usize] = value;
                         expected.push_back(value);
-                        producer.publish(&sequences[slot as usize], &tail);
+                        producer.publish_slot(&sequences[slot as usize], &tail);
                     }
                     prop_assert!(slot.is_some() || expected.len() == slot_count as usize);
                 } else {
@@ -164,7 +164,7 @@ mod tests {
                     if let Some(slot) = slot {
                         prop_assert_eq!(Some(memory[slot as usize]), expected.pop_front());
                         consumer.advance();
-                        consumer.publish(&head);
+                        consumer.release_read_slots(&head);
                     }
                 }
             }
@@ -174,13 +174,13 @@ mod tests {
     #[test]
     fn damaged_head_cursor_causes_error() {
         let [head, tail, sequence] = [0; 3].map(AtomicU32::new);
-        let mut producer = Producer::new(4, 0);
+        let mut producer = RingProducer::new(4, 0);
         for _ in 0..4 {
             assert!(producer.free_slot(&head).unwrap().is_some());
-            producer.publish(&sequence, &tail);
+            producer.publish_slot(&sequence, &tail);
         }
         head.store(5, Ordering::Relaxed);
-        let head_ahead_of_tail_error = DamagedCursor { slots: 4, used: u32::MAX };
+        let head_ahead_of_tail_error = DamagedRingCursor { slot_count: 4, used_slot_count: u32::MAX };
         assert_eq!(producer.free_slot(&head), Err(head_ahead_of_tail_error), "more was consumed than produced");
     }
 
@@ -189,13 +189,13 @@ mod tests {
         let sequences: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
         let sequence_of_slot = |slot: u32| &sequences[slot as usize];
         let [head, tail] = [0; 2].map(AtomicU32::new);
-        let mut producer = Producer::new(4, 0);
+        let mut producer = RingProducer::new(4, 0);
         for _ in 0..3 {
             let slot = producer.free_slot(&head).unwrap().unwrap();
-            producer.publish(sequence_of_slot(slot), &tail);
+            producer.publish_slot(sequence_of_slot(slot), &tail);
         }
-        assert_eq!(Consumer::new(4, 1).oldest_slot(sequence_of_slot), Some(1), "published and not consumed");
-        Producer::new(4, 1).clear_sequences(sequence_of_slot);
-        assert_eq!(Consumer::new(4, 1).oldest_slot(sequence_of_slot), None);
+        assert_eq!(RingConsumer::new(4, 1).oldest_slot(sequence_of_slot), Some(1), "published and not consumed");
+        RingProducer::new(4, 1).clear_sequences(sequence_of_slot);
+        assert_eq!(RingConsumer::new(4, 1).oldest_slot(sequence_of_slot), None);
     }
 }

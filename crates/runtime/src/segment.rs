@@ -20,7 +20,8 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::error::RuntimeError;
 use crate::layout::{
-    CACHE_LINE_BYTES, CoreCursors, Geometry, LAYOUT_VERSION, MEMORY_MAGIC, SegmentHeader, ServiceRecord,
+    CACHE_LINE_BYTES, CoreCursors, MEMORY_LAYOUT_VERSION, SHARED_MEMORY_MAGIC, SegmentGeometry, SegmentHeader,
+    ServiceRecord,
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +60,7 @@ pub(crate) struct SharedSegment {
     memory_file: File,
     base_address: NonNull<u8>,
     mapped_bytes: NonZeroUsize,
-    pub geometry: Geometry,
+    pub geometry: SegmentGeometry,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread. Cursors are atomic; slots have one owner at a time.
@@ -89,8 +90,8 @@ fn map_file(file: &File, mapping_bytes: usize, path: &Path) -> Result<(NonNull<u
 impl SharedSegment {
     /// Creates the complete memory in a temporary file, and then renames the file to `path`. Replaces the file of a
     /// killed orchestrator, whose workers detect that its lock is released.
-    pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
-        geometry.check()?;
+    pub fn create(path: &Path, geometry: SegmentGeometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
+        geometry.check_sizes()?;
         if let Some(entry) = services.iter().find(|entry| entry.priority >= geometry.priority_count) {
             return Err(RuntimeError::PriorityOutOfRange {
                 priority: entry.priority,
@@ -122,7 +123,7 @@ impl SharedSegment {
 
     fn write_header(&self, services: &[ServiceEntry]) {
         let (header, geometry) = (self.header(), &self.geometry);
-        header.layout_version.store(LAYOUT_VERSION, Relaxed);
+        header.layout_version.store(MEMORY_LAYOUT_VERSION, Relaxed);
         header.owner_user_id.store(nix::unistd::geteuid().as_raw(), Relaxed);
         header.segment_bytes.store(geometry.segment_bytes() as u64, Relaxed);
         header.core_count.store(geometry.core_count.into(), Relaxed);
@@ -136,7 +137,7 @@ impl SharedSegment {
             service_record.port.store(entry.address.port().into(), Relaxed);
             service_record.priority.store(entry.priority.into(), Relaxed);
         }
-        header.magic.store(MEMORY_MAGIC, Release);
+        header.magic.store(SHARED_MEMORY_MAGIC, Release);
     }
 
     /// Opens the memory of a running orchestrator, and checks the whole header.
@@ -153,8 +154,12 @@ impl SharedSegment {
             return Err(RuntimeError::ForeignContents);
         }
         let (base_address, mapped_bytes) = map_file(&memory_file, file_metadata.len() as usize, path)?;
-        let minimal_geometry =
-            Geometry { core_count: 1, priority_count: 1, slots_per_queue: 1, slot_bytes: CACHE_LINE_BYTES as u32 };
+        let minimal_geometry = SegmentGeometry {
+            core_count: 1,
+            priority_count: 1,
+            slots_per_queue: 1,
+            slot_bytes: CACHE_LINE_BYTES as u32,
+        };
         let mut segment = Self { memory_file, base_address, mapped_bytes, geometry: minimal_geometry };
         segment.geometry = segment.read_geometry(user_id)?;
         if !segment.is_orchestrator_running() {
@@ -163,26 +168,26 @@ impl SharedSegment {
         Ok(segment)
     }
 
-    fn read_geometry(&self, user_id: u32) -> Result<Geometry, RuntimeError> {
+    fn read_geometry(&self, user_id: u32) -> Result<SegmentGeometry, RuntimeError> {
         let header = self.header();
-        if header.magic.load(Acquire) != MEMORY_MAGIC {
+        if header.magic.load(Acquire) != SHARED_MEMORY_MAGIC {
             return Err(RuntimeError::ForeignContents);
         }
         let layout_version = header.layout_version.load(Relaxed);
-        if layout_version != LAYOUT_VERSION {
-            return Err(RuntimeError::LayoutVersionMismatch { found: layout_version, expected: LAYOUT_VERSION });
+        if layout_version != MEMORY_LAYOUT_VERSION {
+            return Err(RuntimeError::LayoutVersionMismatch { found: layout_version, expected: MEMORY_LAYOUT_VERSION });
         }
         let owner_user_id = header.owner_user_id.load(Relaxed);
         if owner_user_id != user_id {
             return Err(RuntimeError::OwnedByOtherUser { owner: owner_user_id, user: user_id });
         }
-        let geometry = Geometry {
+        let geometry = SegmentGeometry {
             core_count: u16::try_from(header.core_count.load(Relaxed)).unwrap_or(u16::MAX),
             priority_count: u8::try_from(header.priority_count.load(Relaxed)).unwrap_or(u8::MAX),
             slots_per_queue: header.slots_per_queue.load(Relaxed),
             slot_bytes: header.slot_bytes.load(Relaxed),
         };
-        geometry.check()?;
+        geometry.check_sizes()?;
         let (found, expected) = (self.mapped_bytes.get() as u64, geometry.segment_bytes() as u64);
         if found != expected || header.segment_bytes.load(Relaxed) != expected {
             return Err(RuntimeError::SizeMismatch { found, expected });
@@ -209,12 +214,12 @@ impl SharedSegment {
         self.is_locked(LivenessLock::Orchestrator).unwrap_or(false)
     }
 
-    pub fn service(&self, service: u8) -> Result<ServiceEntry, RuntimeError> {
+    pub fn service(&self, service_entry: u8) -> Result<ServiceEntry, RuntimeError> {
         let service_count = self.header().service_count.load(Relaxed);
-        if u32::from(service) >= service_count {
-            return Err(RuntimeError::UnknownService { service, services: service_count });
+        if u32::from(service_entry) >= service_count {
+            return Err(RuntimeError::UnknownService { service: service_entry, services: service_count });
         }
-        let service_record = self.service_record(service);
+        let service_record = self.service_record(service_entry);
         let address = SocketAddrV4::new(
             Ipv4Addr::from(service_record.address.load(Relaxed)),
             service_record.port.load(Relaxed) as u16,
@@ -232,7 +237,7 @@ impl SharedSegment {
     }
 
     fn service_record(&self, service: u8) -> &ServiceRecord {
-        self.ref_at(Geometry::service_offset(service))
+        self.ref_at(SegmentGeometry::service_offset(service))
     }
 
     /// Returns the cursors of a core. The core's number must be in range.
@@ -243,7 +248,7 @@ impl SharedSegment {
 
     /// Returns a reference to the sequence number of the slot or message at `offset`.
     #[inline]
-    pub fn sequence_at(&self, offset: usize) -> &AtomicU32 {
+    pub fn sequence_number_at(&self, offset: usize) -> &AtomicU32 {
         self.ref_at(offset)
     }
 

@@ -1,6 +1,6 @@
 //! Serves a core's requests with a handler function, in the order of their priorities.
 //!
-//! A handler calls [`Context::yield_point`] now and then. If it has used up its quantum and a request of higher
+//! A handler calls [`HandlerContext::yield_point`] now and then. If it has used up its quantum and a request of higher
 //! priority waits, that request is served inside the call, on the same stack. Then the handler continues. A request of
 //! higher priority thus waits at most for one quantum and the time between two yield points. A handler without yield
 //! points runs to its end, unless [`Worker::serve_with_timer`] preempts it.
@@ -11,26 +11,26 @@ use std::net::SocketAddrV4;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use coreward_model::dispatch::MAX_SERVICES;
+use coreward_model::dispatch::MAX_SCHEDULED_SERVICES;
 
 use crate::core_queues::slot_client_address;
 use crate::error::RuntimeError;
 use crate::layout::SlotHeader;
-use crate::message::{HintMessage, Message};
+use crate::message::{HintMessage, WorkerMessage};
 use crate::worker::Worker;
 
 /// Default quantum, which is the time for which a request runs before it yields (RingLeader, NSDI'23, Sect. 4.2).
 pub const DEFAULT_QUANTUM: Duration = Duration::from_micros(5);
 
 #[derive(Debug, Clone, Copy)]
-pub struct Request<'a> {
+pub struct HandlerRequest<'a> {
     pub client: SocketAddrV4,
     pub service: u8,
     pub payload: &'a [u8],
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reply {
+pub enum ReplyAction {
     /// Send the response to the client.
     Send,
     /// Send no response. The worker reports such completed requests to the orchestrator in batches (LoadFeedback).
@@ -38,9 +38,14 @@ pub enum Reply {
 }
 
 /// Handler that serves requests and acts on load hints.
-pub trait Handler {
+pub trait RequestHandler {
     /// Serves a request, and writes its response to `response`, which is empty at first.
-    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply;
+    fn handle(
+        &self,
+        request: &HandlerRequest<'_>,
+        response: &mut Vec<u8>,
+        context: &mut HandlerContext<'_>,
+    ) -> ReplyAction;
 
     /// Acts on a load hint by enabling or disabling services on cores, and then rearms the load monitor. The worker
     /// calls it between two requests, or at a yield point of [`handle`](Self::handle). An error, such as one that
@@ -90,7 +95,7 @@ struct RequestServer<'w, 'r, H: ?Sized> {
     /// at a time.
     response_buffers: Vec<Vec<u8>>,
     /// Number of requests of each service that were completed without a response and not reported yet.
-    unreported_completions: [u32; MAX_SERVICES],
+    unreported_completions: [u32; MAX_SCHEDULED_SERVICES],
     /// Bit mask of the services with unreported completions.
     unreported_services: u64,
     counters: ServeCounters,
@@ -106,33 +111,33 @@ struct TimeSlice {
 }
 
 /// Execution context of a running handler, in which it can yield and find its core.
-pub struct Context<'c> {
-    server: &'c mut (dyn Preempt + 'c),
+pub struct HandlerContext<'c> {
+    server: &'c mut (dyn PreemptHandler + 'c),
     core: u16,
     first_error: Option<RuntimeError>,
 }
 
-trait Preempt {
+trait PreemptHandler {
     fn try_yield(&mut self) -> Result<(), RuntimeError>;
 }
 
 /// Exclusive access to a [`RequestServer`], either through a mutable reference or by locking a mutex.
-trait ServerAccess<'w, 'r: 'w>: Preempt {
-    type Handler: Handler + ?Sized + 'w;
+trait RequestServerAccess<'w, 'r: 'w>: PreemptHandler {
+    type Handler: RequestHandler + ?Sized + 'w;
 
-    fn with_server<T>(&mut self, call: impl FnOnce(&mut RequestServer<'w, 'r, Self::Handler>) -> T) -> T;
+    fn call_with_server<T>(&mut self, call: impl FnOnce(&mut RequestServer<'w, 'r, Self::Handler>) -> T) -> T;
 }
 
-impl<'w, 'r: 'w, H: Handler + ?Sized> ServerAccess<'w, 'r> for RequestServer<'w, 'r, H> {
+impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServerAccess<'w, 'r> for RequestServer<'w, 'r, H> {
     type Handler = H;
 
     #[inline]
-    fn with_server<T>(&mut self, call: impl FnOnce(&mut Self) -> T) -> T {
+    fn call_with_server<T>(&mut self, call: impl FnOnce(&mut Self) -> T) -> T {
         call(self)
     }
 }
 
-impl Context<'_> {
+impl HandlerContext<'_> {
     /// Acts on a waiting load hint and serves waiting requests of higher priority, if the handler has used up its
     /// quantum.
     pub fn yield_point(&mut self) {
@@ -155,7 +160,7 @@ impl Worker<'_> {
     /// must connect again.
     pub fn serve(
         &mut self,
-        handler: &dyn Handler,
+        handler: &dyn RequestHandler,
         options: ServeOptions,
         stop_flag: &AtomicBool,
     ) -> Result<ServeCounters, RuntimeError> {
@@ -166,22 +171,22 @@ impl Worker<'_> {
     }
 }
 
-impl<H: Handler + ?Sized> Preempt for RequestServer<'_, '_, H> {
+impl<H: RequestHandler + ?Sized> PreemptHandler for RequestServer<'_, '_, H> {
     fn try_yield(&mut self) -> Result<(), RuntimeError> {
         try_yield(self)
     }
 }
 
 #[inline]
-fn try_yield<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<(), RuntimeError> {
-    let Some(priority) = server.with_server(|server| server.priority_to_preempt()) else { return Ok(()) };
+fn try_yield<'w, 'r: 'w>(server: &mut impl RequestServerAccess<'w, 'r>) -> Result<(), RuntimeError> {
+    let Some(priority) = server.call_with_server(|server| server.priority_to_preempt()) else { return Ok(()) };
     serve_higher_priority_requests(server, priority)?;
-    server.with_server(|server| server.running_slice.started_at = Instant::now());
+    server.call_with_server(|server| server.running_slice.started_at = Instant::now());
     Ok(())
 }
 
 fn serve_until_stopped<'w, 'r: 'w>(
-    server: &mut impl ServerAccess<'w, 'r>,
+    server: &mut impl RequestServerAccess<'w, 'r>,
     options: ServeOptions,
     stop_flag: &AtomicBool,
 ) -> Result<(), RuntimeError> {
@@ -192,9 +197,9 @@ fn serve_until_stopped<'w, 'r: 'w>(
             idle_since = Instant::now();
             continue;
         }
-        server.with_server(|server| server.report_all_completions())?;
+        server.call_with_server(|server| server.report_all_completions())?;
         if orchestrator_checked_at.elapsed() >= ORCHESTRATOR_CHECK_INTERVAL {
-            server.with_server(|server| server.worker.check_orchestrator())?;
+            server.call_with_server(|server| server.worker.check_orchestrator())?;
             orchestrator_checked_at = Instant::now();
         }
         if idle_since.elapsed() < options.spin_time || options.sleep_time.is_zero() {
@@ -208,8 +213,8 @@ fn serve_until_stopped<'w, 'r: 'w>(
 
 /// Acts on a load hint and serves a request, if there are any. Returns whether a request was served.
 #[inline]
-fn serve_one_request<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<bool, RuntimeError> {
-    let Some((priority, slot)) = server.with_server(|server| server.handle_hint_and_find_request(u8::MAX))? else {
+fn serve_one_request<'w, 'r: 'w>(server: &mut impl RequestServerAccess<'w, 'r>) -> Result<bool, RuntimeError> {
+    let Some((priority, slot)) = server.call_with_server(|server| server.handle_hint_and_find_request(u8::MAX))? else {
         return Ok(false);
     };
     serve_request(server, priority, slot)?;
@@ -217,20 +222,20 @@ fn serve_one_request<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Resu
 }
 
 fn serve_higher_priority_requests<'w, 'r: 'w>(
-    server: &mut impl ServerAccess<'w, 'r>,
+    server: &mut impl RequestServerAccess<'w, 'r>,
     priority: u8,
 ) -> Result<(), RuntimeError> {
     while let Some((higher_priority, slot)) =
-        server.with_server(|server| server.handle_hint_and_find_request(priority))?
+        server.call_with_server(|server| server.handle_hint_and_find_request(priority))?
     {
-        server.with_server(|server| server.counters.preempting_requests += 1);
+        server.call_with_server(|server| server.counters.preempting_requests += 1);
         serve_request(server, higher_priority, slot)?;
     }
     Ok(())
 }
 
 fn serve_request<'w, 'r: 'w>(
-    server: &mut impl ServerAccess<'w, 'r>,
+    server: &mut impl RequestServerAccess<'w, 'r>,
     priority: u8,
     slot: u32,
 ) -> Result<(), RuntimeError> {
@@ -241,14 +246,15 @@ fn serve_request<'w, 'r: 'w>(
         handler,
         core,
         interrupted_slice: interrupted,
-    } = server.with_server(|server| server.start_request(priority, slot))?;
-    let request = Request { client: slot_client_address(&header), service: header.service_number as u8, payload };
-    let mut context = Context { server, core, first_error: None };
+    } = server.call_with_server(|server| server.start_request(priority, slot))?;
+    let request =
+        HandlerRequest { client: slot_client_address(&header), service: header.service_number as u8, payload };
+    let mut context = HandlerContext { server, core, first_error: None };
     let reply = handler.handle(&request, &mut response, &mut context);
     if let Some(error) = context.first_error {
         return Err(error);
     }
-    server.with_server(|server| server.end_request(priority, header, reply, response, interrupted))
+    server.call_with_server(|server| server.end_request(priority, header, reply, response, interrupted))
 }
 
 struct StartedRequest<'w, H: ?Sized> {
@@ -260,7 +266,7 @@ struct StartedRequest<'w, H: ?Sized> {
     interrupted_slice: TimeSlice,
 }
 
-impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
+impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
     fn new(worker: &'w mut Worker<'r>, handler: &'w H, serve_options: ServeOptions) -> Self {
         let response_buffers = vec![Vec::new(); worker.segment.geometry.priority_count.into()];
         Self {
@@ -269,7 +275,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
             serve_options,
             running_slice: TimeSlice { priority: 0, started_at: Instant::now() },
             response_buffers,
-            unreported_completions: [0; MAX_SERVICES],
+            unreported_completions: [0; MAX_SCHEDULED_SERVICES],
             unreported_services: 0,
             counters: ServeCounters::default(),
         }
@@ -280,7 +286,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
     #[inline]
     fn priority_to_preempt(&self) -> Option<u8> {
         let TimeSlice { priority, started_at: started } = self.running_slice;
-        let is_work_waiting = self.worker.highest_priority_request(priority).is_some() || self.worker.has_hint();
+        let is_work_waiting = self.worker.highest_priority_request_slot(priority).is_some() || self.worker.has_hint();
         (is_work_waiting && started.elapsed() >= self.serve_options.quantum).then_some(priority)
     }
 
@@ -298,14 +304,14 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         &mut self,
         priority: u8,
         header: SlotHeader,
-        reply: Reply,
+        reply: ReplyAction,
         response: Vec<u8>,
         interrupted: TimeSlice,
     ) -> Result<(), RuntimeError> {
         self.running_slice = interrupted;
         self.worker.return_request_slot(priority);
         self.counters.served_requests += 1;
-        let is_response_sent = reply == Reply::Send && self.send_response(header, &response)?;
+        let is_response_sent = reply == ReplyAction::Send && self.send_response(header, &response)?;
         self.response_buffers[usize::from(priority)] = response;
         if is_response_sent { Ok(()) } else { self.record_unreported_completion(header.service_number as u8) }
     }
@@ -319,7 +325,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         if let Some(hint) = self.worker.next_hint() {
             self.handler.handle_load_hint(hint, self.worker)?;
         }
-        Ok(self.worker.highest_priority_request(priority_limit))
+        Ok(self.worker.highest_priority_request_slot(priority_limit))
     }
 
     fn serve_remaining_requests_and_detach(&mut self) -> Result<(), RuntimeError> {
@@ -328,7 +334,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
             self.worker.disable_service(service, core)?;
         }
         self.worker.wait_until_messages_are_read()?;
-        while let Some((priority, slot)) = self.worker.highest_priority_request(u8::MAX) {
+        while let Some((priority, slot)) = self.worker.highest_priority_request_slot(u8::MAX) {
             serve_request(self, priority, slot)?;
         }
         self.report_all_completions()?;
@@ -345,7 +351,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         }
         let unreported_completion_count =
             self.unreported_completions.get_mut(usize::from(header.service_number)).map_or(0, std::mem::take);
-        self.unreported_services &= !(1 << (header.service_number % MAX_SERVICES as u16));
+        self.unreported_services &= !(1 << (header.service_number % MAX_SCHEDULED_SERVICES as u16));
         let header = SlotHeader {
             payload_length: response.len() as u32,
             completed_count: 1 + unreported_completion_count,
@@ -369,7 +375,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
     fn report_completions(&mut self, service: u8) -> Result<(), RuntimeError> {
         let (core, count) = (self.worker.core, std::mem::take(&mut self.unreported_completions[usize::from(service)]));
         self.unreported_services &= !(1 << service);
-        self.worker.send_message(Message::LoadFeedback { service, core, count })
+        self.worker.send_message(WorkerMessage::LoadFeedback { service, core, count })
     }
 
     #[inline]

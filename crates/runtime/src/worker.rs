@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use crate::core_queues::require_free_slot;
 use crate::error::RuntimeError;
 use crate::layout::{MESSAGE_RING_SLOTS, SlotHeader};
-use crate::message::{HintMessage, HintTrigger, Message};
-use crate::ring::{Consumer, Producer};
+use crate::message::{HintMessage, HintTrigger, WorkerMessage};
+use crate::ring::{RingConsumer, RingProducer};
 use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
 
 /// Time within which the orchestrator must accept a worker, or make room in a full ring.
@@ -20,13 +20,13 @@ const ORCHESTRATOR_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Connection of this process to the orchestrator. The services that it has registered remain so until it is dropped.
 #[derive(Debug)]
-pub struct Runtime {
+pub struct OrchestratorConnection {
     memory_path: PathBuf,
     segment: SharedSegment,
     registered_services: Mutex<BTreeSet<u8>>,
 }
 
-impl Runtime {
+impl OrchestratorConnection {
     /// Connects to the orchestrator whose shared memory is at `path`. Fails when the memory has another layout version
     /// or belongs to another user, or no orchestrator is running.
     pub fn connect(path: &Path) -> Result<Self, RuntimeError> {
@@ -83,19 +83,22 @@ impl Runtime {
         let worker_number = core_cursors.worker_tails.worker_number.load(Acquire).wrapping_add(1).max(1);
         let geometry = segment.geometry;
         let request_consumers = |priority: u8| {
-            Consumer::new(
+            RingConsumer::new(
                 geometry.slots_per_queue,
                 core_cursors.worker_heads.data_heads[usize::from(priority)].load(Relaxed),
             )
         };
         let worker_rings = WorkerRings {
             request_consumers: (0..geometry.priority_count).map(request_consumers).collect(),
-            hint_consumer: Consumer::new(MESSAGE_RING_SLOTS, core_cursors.worker_heads.message_head.load(Relaxed)),
-            response_producer: Producer::new(
+            hint_consumer: RingConsumer::new(MESSAGE_RING_SLOTS, core_cursors.worker_heads.message_head.load(Relaxed)),
+            response_producer: RingProducer::new(
                 geometry.response_slot_count(),
                 core_cursors.worker_tails.data_tails[0].load(Relaxed),
             ),
-            message_producer: Producer::new(MESSAGE_RING_SLOTS, core_cursors.worker_tails.message_tail.load(Relaxed)),
+            message_producer: RingProducer::new(
+                MESSAGE_RING_SLOTS,
+                core_cursors.worker_tails.message_tail.load(Relaxed),
+            ),
         };
         core_cursors.worker_tails.worker_number.store(worker_number, Release);
         let timeout = ORCHESTRATOR_TIMEOUT;
@@ -138,7 +141,7 @@ fn wait_until(segment: &SharedSegment, mut condition: impl FnMut() -> bool) -> R
 /// Worker on one core, which uses the core's queues by the calls of RingLeader's interface (NSDI'23, Table 1).
 #[derive(Debug)]
 pub struct Worker<'a> {
-    pub(crate) runtime: &'a Runtime,
+    pub(crate) runtime: &'a OrchestratorConnection,
     pub(crate) core: u16,
     worker_number: u32,
     pub(crate) rings: WorkerRings,
@@ -147,10 +150,10 @@ pub struct Worker<'a> {
 
 #[derive(Debug)]
 pub(crate) struct WorkerRings {
-    pub request_consumers: Vec<Consumer>,
-    pub hint_consumer: Consumer,
-    pub response_producer: Producer,
-    pub message_producer: Producer,
+    pub request_consumers: Vec<RingConsumer>,
+    pub hint_consumer: RingConsumer,
+    pub response_producer: RingProducer,
+    pub message_producer: RingProducer,
 }
 
 /// Request that a server with its own scheduler has taken out of its core's queues.
@@ -180,14 +183,14 @@ impl Worker<'_> {
         if !is_service_registered {
             return Err(RuntimeError::ServiceNotRegistered { service, core });
         }
-        self.send_message(Message::EnableService { service, core })
+        self.send_message(WorkerMessage::EnableService { service, core })
     }
 
     /// Disables a service on `core`, so that no new requests are sent there (DisableService). Requests in its queues
     /// remain. Fails when the service or the core is out of range.
     pub fn disable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, core)?;
-        self.send_message(Message::DisableService { service, core })
+        self.send_message(WorkerMessage::DisableService { service, core })
     }
 
     /// Reports `completed_count` requests that `core` completed without a response (LoadFeedback). The orchestrator
@@ -195,21 +198,21 @@ impl Worker<'_> {
     /// of range.
     pub fn send_load_feedback(&mut self, service: u8, core: u16, completed_count: u32) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, core)?;
-        self.send_message(Message::LoadFeedback { service, core, count: completed_count })
+        self.send_message(WorkerMessage::LoadFeedback { service, core, count: completed_count })
     }
 
     /// Enables a service's load monitor, or changes the condition for its hints (EnableLoadMonitor). Fails when the
     /// service is out of range.
     pub fn enable_load_monitor(&mut self, service: u8, trigger: HintTrigger) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, self.core)?;
-        self.send_message(Message::EnableLoadMonitor { service, trigger })
+        self.send_message(WorkerMessage::EnableLoadMonitor { service, trigger })
     }
 
     /// Rearms a service's load monitor, after the cores have acted on its last hint (RearmLoadMonitor). Fails when the
     /// service is out of range.
     pub fn rearm_load_monitor(&mut self, service: u8) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, self.core)?;
-        self.send_message(Message::RearmLoadMonitor { service })
+        self.send_message(WorkerMessage::RearmLoadMonitor { service })
     }
 
     /// Returns the next hint for this core (LoadHint), or `None` if there is none. Skips hints of unknown kind.
@@ -218,7 +221,7 @@ impl Worker<'_> {
         let Self { segment, core, rings, .. } = self;
         let message = segment.read_message(segment.geometry.downlink_message_offset(*core, hint_slot));
         rings.hint_consumer.advance();
-        rings.hint_consumer.publish(&segment.core_cursors(*core).worker_heads.message_head);
+        rings.hint_consumer.release_read_slots(&segment.core_cursors(*core).worker_heads.message_head);
         message.to_hint()
     }
 
@@ -229,7 +232,7 @@ impl Worker<'_> {
     #[inline]
     fn oldest_hint_slot(&self) -> Option<u32> {
         let sequence_of_slot =
-            |slot| self.segment.sequence_at(self.segment.geometry.downlink_message_offset(self.core, slot));
+            |slot| self.segment.sequence_number_at(self.segment.geometry.downlink_message_offset(self.core, slot));
         self.rings.hint_consumer.oldest_slot(sequence_of_slot)
     }
 
@@ -237,7 +240,7 @@ impl Worker<'_> {
     /// [`respond`](Self::respond) or [`send_load_feedback`](Self::send_load_feedback) must complete it. Fails when the
     /// request's length is out of range.
     pub fn take_request(&mut self) -> Result<Option<TakenRequest>, RuntimeError> {
-        let Some((priority, slot)) = self.highest_priority_request(u8::MAX) else { return Ok(None) };
+        let Some((priority, slot)) = self.highest_priority_request_slot(u8::MAX) else { return Ok(None) };
         let (slot_header, payload) = self.read_request(priority, slot)?;
         let taken_request = TakenRequest { slot_header, payload: payload.to_vec() };
         self.return_request_slot(priority);
@@ -259,17 +262,18 @@ impl Worker<'_> {
 
     /// Returns the priority and slot of the oldest waiting request of the highest priority above `priority_limit`.
     #[inline]
-    pub(crate) fn highest_priority_request(&self, priority_limit: u8) -> Option<(u8, u32)> {
-        let sequence_of_slot =
-            |priority, slot| self.segment.sequence_at(self.segment.geometry.request_offset(self.core, priority, slot));
+    pub(crate) fn highest_priority_request_slot(&self, priority_limit: u8) -> Option<(u8, u32)> {
+        let sequence_of_slot = |priority, slot| {
+            self.segment.sequence_number_at(self.segment.geometry.request_offset(self.core, priority, slot))
+        };
         (0..priority_limit).zip(&self.rings.request_consumers).find_map(|(priority, consumer)| {
             let oldest_slot = consumer.oldest_slot(|slot| sequence_of_slot(priority, slot))?;
             Some((priority, oldest_slot))
         })
     }
 
-    /// Reads the request in a slot from [`Self::highest_priority_request`]. The returned payload is valid until the
-    /// slot is returned to the queue.
+    /// Reads the request in a slot from [`Self::highest_priority_request_slot`]. The returned payload is valid until
+    /// the slot is returned to the queue.
     pub(crate) fn read_request<'p>(&self, priority: u8, slot: u32) -> Result<(SlotHeader, &'p [u8]), RuntimeError> {
         let geometry = &self.segment.geometry;
         let (header, payload) = self.segment.read_slot(geometry.request_offset(self.core, priority, slot));
@@ -283,7 +287,7 @@ impl Worker<'_> {
         let head = &self.segment.core_cursors(self.core).worker_heads.data_heads[usize::from(priority)];
         let request_consumer = &mut self.rings.request_consumers[usize::from(priority)];
         request_consumer.advance();
-        request_consumer.publish(head);
+        request_consumer.release_read_slots(head);
     }
 
     /// Returns the number of requests that wait or are served at a core and have the priority of `service`. Returns 0
@@ -326,7 +330,8 @@ impl Worker<'_> {
         )?;
         let slot_offset = self.segment.geometry.response_offset(core, free_slot);
         self.segment.write_slot(slot_offset, header, payload);
-        response_producer.publish(self.segment.sequence_at(slot_offset), &core_cursors.worker_tails.data_tails[0]);
+        response_producer
+            .publish_slot(self.segment.sequence_number_at(slot_offset), &core_cursors.worker_tails.data_tails[0]);
         Ok(())
     }
 
@@ -348,7 +353,7 @@ impl Worker<'_> {
         }
     }
 
-    pub(crate) fn send_message(&mut self, message: Message) -> Result<(), RuntimeError> {
+    pub(crate) fn send_message(&mut self, message: WorkerMessage) -> Result<(), RuntimeError> {
         let (core, core_cursors) = (self.core, self.segment.core_cursors(self.core));
         let message_producer = &mut self.rings.message_producer;
         let mut free_slot_result = Ok(None);
@@ -359,7 +364,8 @@ impl Worker<'_> {
         let free_slot = require_free_slot(free_slot_result, core, "messages")?;
         let message_offset = self.segment.geometry.uplink_message_offset(core, free_slot);
         self.segment.write_message(message_offset, message.into());
-        message_producer.publish(self.segment.sequence_at(message_offset), &core_cursors.worker_tails.message_tail);
+        message_producer
+            .publish_slot(self.segment.sequence_number_at(message_offset), &core_cursors.worker_tails.message_tail);
         Ok(())
     }
 }

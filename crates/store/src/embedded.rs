@@ -1,5 +1,5 @@
-//! Storage of [`Records`] in a redb file. A change is one transaction, which survives SIGKILL and power cuts. The file
-//! contains the cookie keys, so only its owner can read it.
+//! Storage of [`FleetRecords`] in a redb file. A change is one transaction, which survives SIGKILL and power cuts. The
+//! file contains the cookie keys, so only its owner can read it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
@@ -16,8 +16,8 @@ use redb::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::StoreError;
-use super::rows::{FleetRow, RecordRows};
+use super::FleetStoreError;
+use super::rows::{FleetRecordRows, FleetRow};
 use coreward_fleet::records::{FleetDocument, FleetRecords};
 
 const FLEET_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
@@ -25,10 +25,10 @@ const SERVICES_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("s
 const SERVERS_TABLE: TableDefinition<'_, u16, &[u8]> = TableDefinition::new("servers");
 const LOAD_BALANCERS_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("load_balancers");
 /// Table with one row for the fleet document, whose key is the document's generation.
-const DOCUMENT_TABLE: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
+const FLEET_DOCUMENT_TABLE: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
 
 /// Table with the audit log's entries by id.
-const AUDIT_TABLE: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
+const AUDIT_LOG_TABLE: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
 const FLEET_ROW_KEY: &str = "fleet";
 
 pub struct EmbeddedStore {
@@ -42,10 +42,10 @@ pub struct EmbeddedStore {
 impl EmbeddedStore {
     /// Opens or creates the database file. If the file cannot be opened for writing, the store reads its content, and
     /// rejects changes until a write succeeds.
-    pub fn open(path: &Path) -> Result<Self, StoreError> {
+    pub fn open(path: &Path) -> Result<Self, FleetStoreError> {
         let (database, copy) = match open_database(path) {
             Ok(database) => (Some(database), None),
-            Err(error @ StoreError::InUse { .. }) => return Err(error),
+            Err(error @ FleetStoreError::InUse { .. }) => return Err(error),
             Err(error) => {
                 let Ok(copy) = open_in_memory_copy(path) else { return Err(error) };
                 tracing::warn!(
@@ -61,22 +61,22 @@ impl EmbeddedStore {
     }
 
     /// Returns the records, or `None` if the file is new.
-    pub fn load(&self) -> Result<Option<FleetRecords>, StoreError> {
-        self.try_load_records().map_err(|problem| self.content_error(problem))
+    pub fn load_records(&self) -> Result<Option<FleetRecords>, FleetStoreError> {
+        self.try_load_records().map_err(|problem| self.store_content_error(problem))
     }
 
     /// Replaces the records in one transaction. If that fails, the file keeps the previous ones.
-    pub fn save(&mut self, records: &FleetRecords) -> Result<(), StoreError> {
+    pub fn save_records(&mut self, records: &FleetRecords) -> Result<(), FleetStoreError> {
         let Err(problem) = self.try_save_rows(&records.into()) else { return Ok(()) };
         // After a failed write, redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
         self.database = None;
-        if self.reopen().is_ok() && self.load().ok().flatten().as_ref() == Some(records) {
+        if self.reopen().is_ok() && self.load_records().ok().flatten().as_ref() == Some(records) {
             return Ok(());
         }
-        Err(self.content_error(problem))
+        Err(self.store_content_error(problem))
     }
 
-    fn reopen(&mut self) -> Result<(), StoreError> {
+    fn reopen(&mut self) -> Result<(), FleetStoreError> {
         if self.database.is_none() {
             self.database = Some(open_database(&self.path)?);
             self.read_only_copy = None;
@@ -91,8 +91,8 @@ impl EmbeddedStore {
             .context("it could not be opened again after its disk failed")
     }
 
-    fn content_error(&self, problem: anyhow::Error) -> StoreError {
-        StoreError::Content { store: self.path.display().to_string(), problem: format!("{problem:#}") }
+    fn store_content_error(&self, problem: anyhow::Error) -> FleetStoreError {
+        FleetStoreError::Content { store: self.path.display().to_string(), problem: format!("{problem:#}") }
     }
 
     fn try_load_records(&self) -> anyhow::Result<Option<FleetRecords>> {
@@ -103,29 +103,29 @@ impl EmbeddedStore {
             return Ok(None);
         };
         let mut document = FleetDocument::default();
-        if let Some(table) = open_table_if_present(&transaction, DOCUMENT_TABLE)?
+        if let Some(table) = open_table_if_present(&transaction, FLEET_DOCUMENT_TABLE)?
             && let Some((generation, text)) = table.last()?
         {
             document = FleetDocument { generation: generation.value(), text: text.value().into() };
         }
-        let rows = RecordRows {
+        let rows = FleetRecordRows {
             fleet,
             services: decode_rows(&transaction, SERVICES_TABLE, str::to_owned)?,
             servers: decode_rows(&transaction, SERVERS_TABLE, |id| id)?,
             load_balancers: decode_rows(&transaction, LOAD_BALANCERS_TABLE, str::to_owned)?,
             document,
-            audit_log: Arc::new(decode_rows(&transaction, AUDIT_TABLE, |id| id)?.into_values().collect()),
+            audit_log: Arc::new(decode_rows(&transaction, AUDIT_LOG_TABLE, |id| id)?.into_values().collect()),
         };
         rows.into_records().map(Some)
     }
 
-    fn try_save_rows(&mut self, rows: &RecordRows) -> anyhow::Result<()> {
+    fn try_save_rows(&mut self, rows: &FleetRecordRows) -> anyhow::Result<()> {
         self.reopen()?;
         let transaction = self.database()?.begin_write()?;
         transaction.delete_table(SERVICES_TABLE)?;
         transaction.delete_table(SERVERS_TABLE)?;
         transaction.delete_table(LOAD_BALANCERS_TABLE)?;
-        transaction.delete_table(DOCUMENT_TABLE)?;
+        transaction.delete_table(FLEET_DOCUMENT_TABLE)?;
         {
             let mut fleet_table = transaction.open_table(FLEET_TABLE)?;
             fleet_table.insert(FLEET_ROW_KEY, encode_row(&rows.fleet)?.as_slice())?;
@@ -141,8 +141,8 @@ impl EmbeddedStore {
             for (name, record) in &rows.load_balancers {
                 load_balancers_table.insert(name.as_str(), encode_row(record)?.as_slice())?;
             }
-            transaction.open_table(DOCUMENT_TABLE)?.insert(rows.document.generation, &*rows.document.text)?;
-            sync_rows(&transaction, AUDIT_TABLE, rows.audit_log.iter().map(|entry| (entry.id, entry)))?;
+            transaction.open_table(FLEET_DOCUMENT_TABLE)?.insert(rows.document.generation, &*rows.document.text)?;
+            sync_rows(&transaction, AUDIT_LOG_TABLE, rows.audit_log.iter().map(|entry| (entry.id, entry)))?;
         }
         transaction.commit()?;
         Ok(())
@@ -198,11 +198,11 @@ fn decode_rows<K: Key + 'static, Owned: Ord, Row: DeserializeOwned>(
     Ok(decoded_rows)
 }
 
-fn open_database(path: &Path) -> Result<Database, StoreError> {
-    let file = open_private_file(path).map_err(|source| StoreError::File { path: path.to_owned(), source })?;
+fn open_database(path: &Path) -> Result<Database, FleetStoreError> {
+    let file = open_private_file(path).map_err(|source| FleetStoreError::File { path: path.to_owned(), source })?;
     Database::builder().create_file(file).map_err(|error| match error {
-        redb::DatabaseError::DatabaseAlreadyOpen => StoreError::InUse { path: path.to_owned() },
-        other => StoreError::Content { store: path.display().to_string(), problem: other.to_string() },
+        redb::DatabaseError::DatabaseAlreadyOpen => FleetStoreError::InUse { path: path.to_owned() },
+        other => FleetStoreError::Content { store: path.display().to_string(), problem: other.to_string() },
     })
 }
 
@@ -236,14 +236,14 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("made/controller.redb");
         let mut store = EmbeddedStore::open(&path).unwrap();
-        assert_eq!(store.load().unwrap(), None);
-        store.save(&complete_records()).unwrap();
+        assert_eq!(store.load_records().unwrap(), None);
+        store.save_records(&complete_records()).unwrap();
         let mut changed_records = complete_records();
         changed_records.servers.pop_first();
         changed_records.services.clear();
-        store.save(&changed_records).unwrap();
+        store.save_records(&changed_records).unwrap();
         drop(store);
-        assert_eq!(EmbeddedStore::open(&path).unwrap().load().unwrap(), Some(changed_records));
+        assert_eq!(EmbeddedStore::open(&path).unwrap().load_records().unwrap(), Some(changed_records));
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     }
 

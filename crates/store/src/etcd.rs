@@ -1,4 +1,4 @@
-//! Storage of [`Records`] in etcd, written by the leader.
+//! Storage of [`FleetRecords`] in etcd, written by the leader.
 //!
 //! Rows are grouped into parts, so that a change writes little. There is a part for each service and for every sixteen
 //! servers, and the document is split into pieces. All parts of a change take effect together
@@ -12,13 +12,13 @@ use anyhow::Context as _;
 use coreward_api::types::AuditEntry;
 use coreward_etcd::EtcdError;
 use coreward_etcd::chunked_store::{ChunkedStore, StateParts};
-use coreward_etcd::cluster::Cluster;
+use coreward_etcd::cluster::EtcdClusterClient;
 use coreward_etcd::leadership::Leadership;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::StoreError;
-use super::rows::RecordRows;
+use super::FleetStoreError;
+use super::rows::FleetRecordRows;
 use coreward_fleet::records::{FleetDocument, FleetRecords};
 
 const FLEET_PART: &str = "fleet";
@@ -43,24 +43,24 @@ const MAX_VALUE_BYTES: usize = 512 << 10;
 /// Store of the fleet's records in etcd, for the leading controller. Asynchronous code must not call its functions,
 /// because they block.
 pub struct EtcdStore {
-    cluster: Arc<Cluster>,
+    cluster: Arc<EtcdClusterClient>,
     chunked_store: ChunkedStore,
 }
 
 impl EtcdStore {
-    pub fn open(cluster: Arc<Cluster>, leadership: Arc<Leadership>, prefix: &str) -> Result<Self, EtcdError> {
+    pub fn open(cluster: Arc<EtcdClusterClient>, leadership: Arc<Leadership>, prefix: &str) -> Result<Self, EtcdError> {
         let chunked_store = cluster.block_on(ChunkedStore::open(leadership, prefix))?;
         Ok(Self { cluster, chunked_store })
     }
 
     /// Returns the records, or `None` if etcd contains none.
-    pub fn load(&self) -> Result<Option<FleetRecords>, StoreError> {
+    pub fn load_records(&self) -> Result<Option<FleetRecords>, FleetStoreError> {
         let parts = self.chunked_store.parts();
         if parts.is_empty() {
             return Ok(None);
         }
-        let decode_result = decode_rows(parts).and_then(RecordRows::into_records);
-        decode_result.map(Some).map_err(|problem| StoreError::Content {
+        let decode_result = decode_rows(parts).and_then(FleetRecordRows::into_records);
+        decode_result.map(Some).map_err(|problem| FleetStoreError::Content {
             store: format!("etcd at {}", self.cluster.endpoint_list()),
             problem: format!("{problem:#}"),
         })
@@ -68,14 +68,16 @@ impl EtcdStore {
 
     /// Stores the records in one atomic step, which replaces the parts that differ. Fails if this controller no longer
     /// leads.
-    pub fn save(&mut self, records: &FleetRecords) -> Result<(), StoreError> {
-        let parts = encode_parts(&records.into())
-            .map_err(|problem| StoreError::Content { store: "etcd".to_owned(), problem: format!("{problem:#}") })?;
+    pub fn save_records(&mut self, records: &FleetRecords) -> Result<(), FleetStoreError> {
+        let parts = encode_parts(&records.into()).map_err(|problem| FleetStoreError::Content {
+            store: "etcd".to_owned(),
+            problem: format!("{problem:#}"),
+        })?;
         Ok(self.cluster.block_on(self.chunked_store.save(parts))?)
     }
 }
 
-fn encode_parts(rows: &RecordRows) -> anyhow::Result<StateParts> {
+fn encode_parts(rows: &FleetRecordRows) -> anyhow::Result<StateParts> {
     let mut parts = StateParts::new();
     add_row(&mut parts, FLEET_PART.to_owned(), &rows.fleet)?;
     add_row(&mut parts, LOAD_BALANCERS_PART.to_owned(), &rows.load_balancers)?;
@@ -119,9 +121,9 @@ fn join_rows(parts: &StateParts) -> BTreeMap<&str, Cow<'_, [u8]>> {
     rows_by_name
 }
 
-fn decode_rows(parts: &StateParts) -> anyhow::Result<RecordRows> {
+fn decode_rows(parts: &StateParts) -> anyhow::Result<FleetRecordRows> {
     let rows_by_name = join_rows(parts);
-    let mut rows = RecordRows {
+    let mut rows = FleetRecordRows {
         fleet: decode_part(&rows_by_name, FLEET_PART)?,
         services: BTreeMap::new(),
         servers: BTreeMap::new(),
@@ -132,15 +134,15 @@ fn decode_rows(parts: &StateParts) -> anyhow::Result<RecordRows> {
     let (mut text, mut audit) = (String::new(), Vec::new());
     // Pieces follow each other, because their names sort in this order.
     for (name, value) in &rows_by_name {
-        let row_description = || format!("part {name}");
+        let describe_row = || format!("part {name}");
         if let Some(service) = name.strip_prefix(SERVICE_PART_PREFIX) {
-            rows.services.insert(service.to_owned(), serde_json::from_slice(value).with_context(row_description)?);
+            rows.services.insert(service.to_owned(), serde_json::from_slice(value).with_context(describe_row)?);
         } else if name.starts_with(SERVERS_PART_PREFIX) {
-            rows.servers.extend(serde_json::from_slice::<BTreeMap<u16, _>>(value).with_context(row_description)?);
+            rows.servers.extend(serde_json::from_slice::<BTreeMap<u16, _>>(value).with_context(describe_row)?);
         } else if name.starts_with(DOCUMENT_PART_PREFIX) {
-            text.push_str(&serde_json::from_slice::<String>(value).with_context(row_description)?);
+            text.push_str(&serde_json::from_slice::<String>(value).with_context(describe_row)?);
         } else if name.starts_with(AUDIT_PART_PREFIX) {
-            audit.extend(serde_json::from_slice::<Vec<AuditEntry>>(value).with_context(row_description)?);
+            audit.extend(serde_json::from_slice::<Vec<AuditEntry>>(value).with_context(describe_row)?);
         }
     }
     rows.audit_log = Arc::new(audit);
@@ -169,7 +171,7 @@ fn split_into_pieces(mut text: &str) -> impl Iterator<Item = &str> {
 mod tests {
     use std::time::Duration;
 
-    use coreward_config::Source;
+    use coreward_config::TomlSource;
 
     use super::super::tests::complete_records;
     use super::*;
@@ -183,7 +185,7 @@ mod tests {
         records.document.text = text.into();
         let parts = encode_parts(&(&records).into()).unwrap();
         assert!(parts.keys().filter(|name| name.starts_with(DOCUMENT_PART_PREFIX)).count() > 2);
-        assert_eq!(decode_rows(&parts).and_then(RecordRows::into_records).unwrap(), records);
+        assert_eq!(decode_rows(&parts).and_then(FleetRecordRows::into_records).unwrap(), records);
     }
 
     /// Maximum size of a request to etcd, in bytes.
@@ -194,11 +196,11 @@ mod tests {
     }
 
     /// Returns a fleet document whose services list 1,000 servers except the server with the number `missing_server`.
-    fn fleet_without_server(missing_server: usize) -> Source {
+    fn fleet_without_server(missing_server: usize) -> TomlSource {
         let server_names: Vec<String> =
             (0..1000).filter(|n| *n != missing_server).map(|n| format!("server-{n:04}")).collect();
         let service_section = |port: u16| format!("[[service]]\nname = \"s{port}\"\nservers = {server_names:?}\n");
-        Source::from_text("fleet.toml", &(service_section(80) + &service_section(443)))
+        TomlSource::from_text("fleet.toml", &(service_section(80) + &service_section(443)))
     }
 
     #[test]
@@ -236,7 +238,7 @@ mod tests {
         let parts = encode_parts(&(&records).into()).unwrap();
         assert!(largest_value_bytes(&parts) < MAX_REQUEST_BYTES, "{} bytes", largest_value_bytes(&parts));
         assert!(parts.contains_key("load_balancers 000003"), "{:?}", parts.keys());
-        assert_eq!(decode_rows(&parts).and_then(RecordRows::into_records).unwrap(), records);
+        assert_eq!(decode_rows(&parts).and_then(FleetRecordRows::into_records).unwrap(), records);
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Storage of [`Records`](coreward_fleet::records::Records), in a file for one controller ([`embedded`]) or in etcd for
-//! several ([`etcd`]). Both store the same rows ([`rows`]).
+//! Storage of [`FleetRecords`](coreward_fleet::records::FleetRecords), in a file for one controller ([`embedded`]) or
+//! in etcd for several ([`etcd`]). Both store the same rows ([`rows`]).
 
 pub mod embedded;
 pub mod etcd;
@@ -13,31 +13,31 @@ use coreward_fleet::records::FleetRecords;
 use embedded::EmbeddedStore;
 use etcd::EtcdStore;
 
-pub enum Store {
+pub enum FleetStore {
     Embedded(EmbeddedStore),
     Etcd(EtcdStore),
 }
 
-impl Store {
+impl FleetStore {
     /// Returns the records, or `None` if the store is empty.
-    pub fn load(&self) -> Result<Option<FleetRecords>, StoreError> {
+    pub fn load_records(&self) -> Result<Option<FleetRecords>, FleetStoreError> {
         match self {
-            Self::Embedded(store) => store.load(),
-            Self::Etcd(store) => store.load(),
+            Self::Embedded(store) => store.load_records(),
+            Self::Etcd(store) => store.load_records(),
         }
     }
 
     /// Replaces the records in one transaction. If that fails, the store keeps the previous ones.
-    pub fn save(&mut self, records: &FleetRecords) -> Result<(), StoreError> {
+    pub fn save_records(&mut self, records: &FleetRecords) -> Result<(), FleetStoreError> {
         match self {
-            Self::Embedded(store) => store.save(records),
-            Self::Etcd(store) => store.save(records),
+            Self::Embedded(store) => store.save_records(records),
+            Self::Etcd(store) => store.save_records(records),
         }
     }
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum StoreError {
+pub enum FleetStoreError {
     /// The store's file cannot be opened or created.
     #[error("store {}: {source}: expected a file that can be written, or a directory to make it in", path.display())]
     File { path: PathBuf, source: std::io::Error },
@@ -67,11 +67,12 @@ mod tests {
 
     use coreward_fleet::audit::{ChangeAuthor, ChangeDescription};
     use coreward_fleet::records::DrainRecord;
-    use coreward_fleet::records::{FleetDocument, FleetRecords, Membership, ServerRecord, ServiceRecord};
+    use coreward_fleet::records::{FleetDocument, FleetRecords, ServerRecord, ServiceMembership, ServiceRecord};
 
     /// Returns the record of a drained server. With `left_at_s`, the server has left its service and the document.
     fn server_record(id: u64, left_at_s: Option<u64>) -> ServerRecord {
-        let membership = left_at_s.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
+        let membership =
+            left_at_s.map_or(ServiceMembership::Present, |s| ServiceMembership::LeftAt(Duration::from_secs(s)));
         ServerRecord {
             name: format!("s{id}"),
             address: [10, 2, 0, 11].into(),
@@ -95,10 +96,10 @@ mod tests {
         records.key_ring.announce_next_key(true, 16, &mut seeded_rng(4, 0));
         records.register_load_balancer("lb1", Some([10, 2, 0, 1].into()));
         records.register_load_balancer("lb2", None);
-        records.record_disconnect("lb2", Duration::from_secs(1_700_000_000));
+        records.record_load_balancer_disconnect("lb2", Duration::from_secs(1_700_000_000));
         let mut bucket_history = BucketHistory::default();
         for pool in [[1u64, 1], [1, 2]] {
-            bucket_history.update(&pool.map(|id| ServerId::try_from(id).unwrap()));
+            bucket_history.update_bucket_servers(&pool.map(|id| ServerId::try_from(id).unwrap()));
         }
         let service_record =
             ServiceRecord { index: ServiceIndex::new(63).unwrap(), hash_seed: u64::MAX, bucket_history };

@@ -1,4 +1,4 @@
-//! Rows in which every store keeps [`Records`], as JSON objects. Missing keys have their defaults.
+//! Rows in which every store keeps [`FleetRecords`], as JSON objects. Missing keys have their defaults.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -9,23 +9,23 @@ use coreward_api::types::AuditEntry;
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::connection_table::TableOwnerNumber;
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::rss::RssKey;
 use coreward_model::vlan::Vlan;
 use coreward_wire::ServiceIndex;
 use serde::{Deserialize, Serialize};
 
-use coreward_fleet::key_ring::{KeyPhase, KeyRing};
+use coreward_fleet::key_ring::{CookieKeyRing, KeyRotationPhase};
 use coreward_fleet::records::DrainRecord;
 use coreward_fleet::records::{
-    FleetDocument, FleetRecords, LoadBalancerRecord, Membership, ServerRecord, ServiceRecord,
+    FleetDocument, FleetRecords, LoadBalancerRecord, ServerRecord, ServiceMembership, ServiceRecord,
 };
 
 /// Version of the rows' format. Rows with another version are rejected.
 const ROW_FORMAT_VERSION: u32 = 5;
 
 #[derive(Debug)]
-pub struct RecordRows {
+pub struct FleetRecordRows {
     pub fleet: FleetRow,
     pub services: BTreeMap<String, ServiceRow>,
     pub servers: BTreeMap<u16, ServerRow>,
@@ -34,7 +34,7 @@ pub struct RecordRows {
     pub audit_log: Arc<Vec<AuditEntry>>,
 }
 
-impl From<&FleetRecords> for RecordRows {
+impl From<&FleetRecords> for FleetRecordRows {
     fn from(records: &FleetRecords) -> Self {
         let service_rows = records.services.iter().map(|(name, service)| (name.clone(), service.into()));
         let server_rows = records.servers.iter().map(|(id, server)| (id.get(), server.into()));
@@ -50,7 +50,7 @@ impl From<&FleetRecords> for RecordRows {
     }
 }
 
-impl RecordRows {
+impl FleetRecordRows {
     /// Converts the rows to records. Fails if a value is invalid or the rows have another version of the format.
     pub fn into_records(self) -> anyhow::Result<FleetRecords> {
         let mut records = self.fleet.into_records()?;
@@ -139,8 +139,8 @@ impl From<&FleetRecords> for FleetRow {
             keys_generation: records.key_ring.generation,
             current_key_since: records.key_ring.current_key_since.as_secs(),
             announced: match records.key_ring.phase {
-                KeyPhase::Steady => None,
-                KeyPhase::Announced { is_forced } => Some(is_forced),
+                KeyRotationPhase::Steady => None,
+                KeyRotationPhase::Announced { is_forced } => Some(is_forced),
             },
             rss_key: records.rss_key.to_string(),
             clock: records.last_write_at.map(|time| time.as_secs()),
@@ -151,17 +151,19 @@ impl From<&FleetRecords> for FleetRow {
 impl FleetRow {
     fn into_records(self) -> anyhow::Result<FleetRecords> {
         anyhow::ensure!(self.format == ROW_FORMAT_VERSION, "format {}: expected {ROW_FORMAT_VERSION}", self.format);
-        let current_key = if self.current_key == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let current_key = if self.current_key == 0 { CookieKeyIndex::First } else { CookieKeyIndex::Second };
         Ok(FleetRecords {
             generation: self.generation,
-            key_ring: KeyRing {
+            key_ring: CookieKeyRing {
                 keys: FleetCookieKeys {
                     keys: self.cookie_keys.map(|[k0, k1]| CookieKey { k0, k1 }),
                     current_key_index: current_key,
                 },
                 generation: self.keys_generation,
                 current_key_since: Duration::from_secs(self.current_key_since),
-                phase: self.announced.map_or(KeyPhase::Steady, |is_forced| KeyPhase::Announced { is_forced }),
+                phase: self
+                    .announced
+                    .map_or(KeyRotationPhase::Steady, |is_forced| KeyRotationPhase::Announced { is_forced }),
             },
             rss_key: self.rss_key.parse::<RssKey>()?,
             services: BTreeMap::new(),
@@ -187,12 +189,12 @@ impl From<&ServiceRecord> for ServiceRow {
 
 impl ServiceRow {
     fn into_record(self) -> anyhow::Result<ServiceRecord> {
-        let id = |number: u16| ServerId::try_from(u64::from(number));
-        let current_servers = self.buckets.iter().map(|(now, _)| id(*now)).collect::<Result<_, _>>()?;
+        let parse_server_id = |number: u16| ServerId::try_from(u64::from(number));
+        let current_servers = self.buckets.iter().map(|(now, _)| parse_server_id(*now)).collect::<Result<_, _>>()?;
         let previous_servers = self
             .buckets
             .iter()
-            .map(|(_, previous_number)| previous_number.map(id).transpose())
+            .map(|(_, previous_number)| previous_number.map(parse_server_id).transpose())
             .collect::<Result<_, _>>()?;
         Ok(ServiceRecord {
             index: ServiceIndex::parse("index", self.index.into())?,
@@ -224,9 +226,9 @@ impl LoadBalancerRow {
 
 impl From<&ServerRecord> for ServerRow {
     fn from(server: &ServerRecord) -> Self {
-        let left_at_seconds = |membership: &Membership| match membership {
-            Membership::Present => None,
-            Membership::LeftAt(moment) => Some(moment.as_secs()),
+        let left_at_seconds = |membership: &ServiceMembership| match membership {
+            ServiceMembership::Present => None,
+            ServiceMembership::LeftAt(moment) => Some(moment.as_secs()),
         };
         Self {
             name: server.name.clone(),
@@ -243,7 +245,7 @@ impl From<&ServerRecord> for ServerRow {
                 services: drain.services.clone(),
             }),
             racks: server.allowed_racks.clone(),
-            vlan: server.vlan.is_tagged().then(|| server.vlan.get()),
+            vlan: server.vlan.is_tagged().then(|| server.vlan.id_or_zero()),
         }
     }
 }
@@ -251,7 +253,8 @@ impl From<&ServerRecord> for ServerRow {
 impl ServerRow {
     fn into_record(self) -> anyhow::Result<ServerRecord> {
         let to_membership = |left_at_s: Option<u64>| {
-            left_at_s.map_or(Membership::Present, |seconds| Membership::LeftAt(Duration::from_secs(seconds)))
+            left_at_s
+                .map_or(ServiceMembership::Present, |seconds| ServiceMembership::LeftAt(Duration::from_secs(seconds)))
         };
         Ok(ServerRecord {
             name: self.name,

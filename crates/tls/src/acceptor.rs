@@ -22,18 +22,18 @@ use tokio_rustls::TlsAcceptor;
 use tokio_stream::Stream;
 use tonic::transport::server::Connected;
 
-use crate::caller::Caller;
-use crate::certificate::{Certificate, Fingerprint, unix_now};
+use crate::caller::ConnectionCaller;
+use crate::certificate::{Certificate, CertificateFingerprint, unix_now};
 use crate::credentials::Credentials;
-use crate::failure::{Failure, FailureCounters, FailureReason};
-use crate::identity::{Identity, Role};
-use crate::io::Io;
-use crate::tls::Tls;
+use crate::failure::{ConnectionFailureCounters, ConnectionFailureReason, PeerConnectionFailure};
+use crate::identity::{FleetIdentity, FleetRole};
+use crate::io::PlainOrTlsStream;
+use crate::tls::ReloadableCredentials;
 use crate::verify::ClientCertificatePolicy;
-use crate::verify::{ClientVerifier, RevocationList};
+use crate::verify::{ClientCertificateVerifier, RevocationList};
 
 /// Interval of the checks whether the certificates of open connections are still valid.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+const CERTIFICATE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const ACCEPT_QUEUE_LENGTH: usize = 64;
 /// Pause after the listening socket fails to accept, for example because too many files are open.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(10);
@@ -43,7 +43,7 @@ const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(10);
 pub struct AcceptorLimits {
     /// Time limit from the TCP connection to the end of the TLS handshake.
     pub handshake_timeout: Duration,
-    pub max_handshakes: usize,
+    pub max_concurrent_handshakes: usize,
     pub max_handshakes_per_address: usize,
     /// Maximum number of concurrent connections whose certificates contain the same identity.
     pub max_connections_per_identity: usize,
@@ -53,7 +53,7 @@ impl Default for AcceptorLimits {
     fn default() -> Self {
         Self {
             handshake_timeout: Duration::from_secs(5),
-            max_handshakes: 1024,
+            max_concurrent_handshakes: 1024,
             max_handshakes_per_address: 64,
             max_connections_per_identity: 16,
         }
@@ -64,14 +64,14 @@ impl Default for AcceptorLimits {
 pub struct ConnectionAcceptor {
     tls_settings: Option<TlsSettings>,
     limits: AcceptorLimits,
-    failure_counters: Arc<FailureCounters>,
+    failure_counters: Arc<ConnectionFailureCounters>,
     connections: Mutex<ConnectionRegistry>,
 }
 
 #[derive(Debug)]
 struct TlsSettings {
-    tls: Arc<Tls>,
-    accepted_roles: Vec<Role>,
+    tls: Arc<ReloadableCredentials>,
+    accepted_roles: Vec<FleetRole>,
     client_certificates: ClientCertificatePolicy,
     protocols: &'static [&'static str],
     revocation_list: RevocationList,
@@ -83,16 +83,16 @@ struct TlsSettings {
 #[derive(Debug, Default)]
 struct ConnectionRegistry {
     handshake_counts_by_address: HashMap<IpAddr, usize>,
-    handshake_count: usize,
+    running_handshake_count: usize,
     connections_by_number: HashMap<u64, Arc<TrackedConnection>>,
-    connection_counts_by_identity: HashMap<Identity, usize>,
+    connection_counts_by_identity: HashMap<FleetIdentity, usize>,
     last_connection_number: u64,
 }
 
 #[derive(Debug)]
 struct TrackedConnection {
-    identity: Identity,
-    fingerprint: Fingerprint,
+    identity: FleetIdentity,
+    fingerprint: CertificateFingerprint,
     certificate_chain: Vec<CertificateDer<'static>>,
     not_after: Duration,
     is_closed: AtomicBool,
@@ -101,7 +101,7 @@ struct TrackedConnection {
 
 impl TrackedConnection {
     /// Closes the connection if the verifier does not accept its peer's certificate.
-    fn close_if_untrusted(&self, verifier: &ClientVerifier) {
+    fn close_if_untrusted(&self, verifier: &ClientCertificateVerifier) {
         let Some((end_entity, intermediates)) = self.certificate_chain.split_first() else { return };
         if let Err(error) = verifier.verify_client_cert(end_entity, intermediates, UnixTime::now())
             && !self.is_closed()
@@ -129,19 +129,19 @@ impl TrackedConnection {
 }
 
 impl ConnectionAcceptor {
-    pub fn without_tls(limits: AcceptorLimits, failure_counters: Arc<FailureCounters>) -> Arc<Self> {
+    pub fn without_tls(limits: AcceptorLimits, failure_counters: Arc<ConnectionFailureCounters>) -> Arc<Self> {
         Arc::new(Self { tls_settings: None, limits, failure_counters, connections: Mutex::default() })
     }
 
     /// Creates an acceptor that requires a valid certificate with one of these roles. ALPN offers `protocols`.
     pub fn with_tls(
-        tls: Arc<Tls>,
-        accepted_roles: &[Role],
+        tls: Arc<ReloadableCredentials>,
+        accepted_roles: &[FleetRole],
         client_certificates: ClientCertificatePolicy,
         protocols: &'static [&'static str],
         revocation_list: RevocationList,
         limits: AcceptorLimits,
-        failures: Arc<FailureCounters>,
+        failures: Arc<ConnectionFailureCounters>,
     ) -> Arc<Self> {
         let (accepted_roles, config, checked_credentials) =
             (accepted_roles.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
@@ -181,7 +181,7 @@ impl ConnectionAcceptor {
         listener: &TcpListener,
         connection_sender: &mpsc::Sender<io::Result<AcceptedConnection>>,
     ) {
-        let mut certificate_check_ticks = tokio::time::interval(POLL_INTERVAL);
+        let mut certificate_check_ticks = tokio::time::interval(CERTIFICATE_CHECK_INTERVAL);
         certificate_check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let accept_result = tokio::select! {
@@ -194,7 +194,7 @@ impl ConnectionAcceptor {
             let (stream, address) = match accept_result {
                 Ok(connection) => connection,
                 Err(error) => {
-                    self.failure_counters.count_and_log(&"a connection", &Failure::of(&error));
+                    self.failure_counters.count_and_log(&"a connection", &PeerConnectionFailure::from_io_error(&error));
                     tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
                     continue;
                 }
@@ -211,7 +211,7 @@ impl ConnectionAcceptor {
         }
     }
 
-    fn reserve_handshake_slot(self: &Arc<Self>, address: SocketAddr) -> Result<HandshakeSlot, Failure> {
+    fn reserve_handshake_slot(self: &Arc<Self>, address: SocketAddr) -> Result<HandshakeSlot, PeerConnectionFailure> {
         HandshakeSlot::reserve(self, address.ip())
             .inspect_err(|failure| self.failure_counters.count_and_log(&address, failure))
     }
@@ -221,7 +221,7 @@ impl ConnectionAcceptor {
         self: Arc<Self>,
         stream: TcpStream,
         address: SocketAddr,
-    ) -> Result<AcceptedConnection, Failure> {
+    ) -> Result<AcceptedConnection, PeerConnectionFailure> {
         let handshake_slot = self.reserve_handshake_slot(address)?;
         self.accept_peer(stream, address, handshake_slot).await
     }
@@ -231,7 +231,7 @@ impl ConnectionAcceptor {
         stream: TcpStream,
         address: SocketAddr,
         handshake_slot: HandshakeSlot,
-    ) -> Result<AcceptedConnection, Failure> {
+    ) -> Result<AcceptedConnection, PeerConnectionFailure> {
         let handshake_result = self.complete_handshake(stream, address).await;
         drop(handshake_slot);
         handshake_result.inspect_err(|failure| self.failure_counters.count_and_log(&address, failure))
@@ -241,45 +241,57 @@ impl ConnectionAcceptor {
         self: &Arc<Self>,
         stream: TcpStream,
         address: SocketAddr,
-    ) -> Result<AcceptedConnection, Failure> {
-        stream.set_nodelay(true).map_err(|error| Failure::of(&error))?;
+    ) -> Result<AcceptedConnection, PeerConnectionFailure> {
+        stream.set_nodelay(true).map_err(|error| PeerConnectionFailure::from_io_error(&error))?;
         let Some(tls_settings) = &self.tls_settings else {
-            let caller = Caller { address, identity: None, is_encrypted: false };
-            return Ok(AcceptedConnection { io: Io::Plain(stream), caller, guard: None });
+            let caller = ConnectionCaller { address, identity: None, is_encrypted: false };
+            return Ok(AcceptedConnection { io: PlainOrTlsStream::Plain(stream), caller, guard: None });
         };
-        let acceptor = TlsAcceptor::from(tls_settings.server_config()?);
+        let acceptor = TlsAcceptor::from(tls_settings.current_server_config()?);
         let result = tokio::time::timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await;
         let tls_stream = result
             .map_err(|_| {
                 let message = format!("no handshake within {:?}", self.limits.handshake_timeout);
-                Failure { reason: FailureReason::Timeout, message }
+                PeerConnectionFailure { reason: ConnectionFailureReason::Timeout, failure_description: message }
             })?
-            .map_err(|error| Failure::of(&error))?;
+            .map_err(|error| PeerConnectionFailure::from_io_error(&error))?;
         let certificate_chain = tls_stream.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
-        let certificate = certificate_chain.first().map(Certificate::read).transpose();
-        let certificate = certificate.map_err(|message| Failure { reason: FailureReason::NoIdentity, message })?;
+        let certificate = certificate_chain.first().map(Certificate::parse_der).transpose();
+        let certificate = certificate.map_err(|message| PeerConnectionFailure {
+            reason: ConnectionFailureReason::NoIdentity,
+            failure_description: message,
+        })?;
         let connection_guard = match certificate {
             Some(certificate) => Some(self.register_connection(&certificate, certificate_chain)?),
             None => None,
         };
         let identity = connection_guard.as_ref().map(|guard| guard.connection.identity.clone());
-        let caller = Caller { address, identity, is_encrypted: true };
-        Ok(AcceptedConnection { io: Io::Tls(Box::new(tls_stream.into())), caller, guard: connection_guard })
+        let caller = ConnectionCaller { address, identity, is_encrypted: true };
+        Ok(AcceptedConnection {
+            io: PlainOrTlsStream::Tls(Box::new(tls_stream.into())),
+            caller,
+            guard: connection_guard,
+        })
     }
 
     fn register_connection(
         self: &Arc<Self>,
         certificate: &Certificate,
         chain: Vec<CertificateDer<'static>>,
-    ) -> Result<ConnectionGuard, Failure> {
-        let no_identity_failure =
-            || Failure { reason: FailureReason::NoIdentity, message: "its certificate has no identity".to_owned() };
+    ) -> Result<ConnectionRegistrationGuard, PeerConnectionFailure> {
+        let no_identity_failure = || PeerConnectionFailure {
+            reason: ConnectionFailureReason::NoIdentity,
+            failure_description: "its certificate has no identity".to_owned(),
+        };
         let identity = certificate.identity.clone().ok_or_else(no_identity_failure)?;
         let mut connections = self.lock_connections();
         let identity_connection_count = connections.connection_counts_by_identity.entry(identity.clone()).or_default();
         if *identity_connection_count >= self.limits.max_connections_per_identity {
             let message = format!("{identity} has {identity_connection_count} connections, which is the limit");
-            return Err(Failure { reason: FailureReason::TooManyConnections, message });
+            return Err(PeerConnectionFailure {
+                reason: ConnectionFailureReason::TooManyConnections,
+                failure_description: message,
+            });
         }
         *identity_connection_count += 1;
         connections.last_connection_number += 1;
@@ -293,13 +305,13 @@ impl ConnectionAcceptor {
             reader_waker: Mutex::default(),
         });
         connections.connections_by_number.insert(connection_number, connection.clone());
-        Ok(ConnectionGuard { acceptor: self.clone(), connection_number, connection })
+        Ok(ConnectionRegistrationGuard { acceptor: self.clone(), connection_number, connection })
     }
 
     /// Periodically closes the connections whose certificates have expired or are revoked. Users of
     /// [`Self::admit_connection`] must run this loop.
     pub async fn close_invalid_connections_loop(&self) -> std::convert::Infallible {
-        let mut certificate_check_ticks = tokio::time::interval(POLL_INTERVAL);
+        let mut certificate_check_ticks = tokio::time::interval(CERTIFICATE_CHECK_INTERVAL);
         certificate_check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             certificate_check_ticks.tick().await;
@@ -341,7 +353,7 @@ impl ConnectionAcceptor {
 
 impl TlsSettings {
     /// Returns a verifier for a new check of the open connections if an authority was removed since the last call.
-    fn verifier_if_authority_removed(&self) -> Option<ClientVerifier> {
+    fn verifier_if_authority_removed(&self) -> Option<ClientCertificateVerifier> {
         let credentials = self.tls.credentials();
         let mut checked_credentials = self.last_checked_credentials.lock();
         let previous_credentials = std::mem::replace(&mut *checked_credentials, credentials.clone());
@@ -352,8 +364,11 @@ impl TlsSettings {
         {
             return None;
         }
-        let verifier =
-            credentials.client_verifier(&self.accepted_roles, self.client_certificates, self.revocation_list.clone());
+        let verifier = credentials.build_client_verifier(
+            &self.accepted_roles,
+            self.client_certificates,
+            self.revocation_list.clone(),
+        );
         let verifier = verifier.inspect_err(|error| {
             tracing::warn!(
                 event = "connections-not-verified",
@@ -364,7 +379,7 @@ impl TlsSettings {
         verifier.ok()
     }
 
-    fn server_config(&self) -> Result<Arc<ServerConfig>, Failure> {
+    fn current_server_config(&self) -> Result<Arc<ServerConfig>, PeerConnectionFailure> {
         let credentials = self.tls.credentials();
         let mut config = self.server_config_cache.lock();
         if let Some((config_credentials, config)) = &*config
@@ -372,15 +387,16 @@ impl TlsSettings {
         {
             return Ok(config.clone());
         }
-        let new_config = credentials.server_config(
+        let new_config = credentials.build_server_config(
             &self.accepted_roles,
             self.client_certificates,
             self.revocation_list.clone(),
             self.protocols,
         );
-        let new_config = Arc::new(
-            new_config.map_err(|error| Failure { reason: FailureReason::Broken, message: format!("{error:#}") })?,
-        );
+        let new_config = Arc::new(new_config.map_err(|error| PeerConnectionFailure {
+            reason: ConnectionFailureReason::Broken,
+            failure_description: format!("{error:#}"),
+        })?);
         *config = Some((credentials, new_config.clone()));
         Ok(new_config)
     }
@@ -392,19 +408,24 @@ struct HandshakeSlot {
 }
 
 impl HandshakeSlot {
-    fn reserve(acceptor: &Arc<ConnectionAcceptor>, address: IpAddr) -> Result<Self, Failure> {
+    fn reserve(acceptor: &Arc<ConnectionAcceptor>, address: IpAddr) -> Result<Self, PeerConnectionFailure> {
         let mut connections = acceptor.lock_connections();
-        let (handshake_count, limits) = (connections.handshake_count, &acceptor.limits);
+        let (handshake_count, limits) = (connections.running_handshake_count, &acceptor.limits);
         let address_handshake_count = connections.handshake_counts_by_address.get(&address).copied().unwrap_or(0);
-        if handshake_count >= limits.max_handshakes || address_handshake_count >= limits.max_handshakes_per_address {
+        if handshake_count >= limits.max_concurrent_handshakes
+            || address_handshake_count >= limits.max_handshakes_per_address
+        {
             let message = format!(
                 "{address_handshake_count} handshakes of its address, {handshake_count} in all, are not done, which \
                  is the limit"
             );
-            return Err(Failure { reason: FailureReason::TooManyConnections, message });
+            return Err(PeerConnectionFailure {
+                reason: ConnectionFailureReason::TooManyConnections,
+                failure_description: message,
+            });
         }
         connections.handshake_counts_by_address.insert(address, address_handshake_count + 1);
-        connections.handshake_count += 1;
+        connections.running_handshake_count += 1;
         drop(connections);
         Ok(Self { acceptor: acceptor.clone(), address })
     }
@@ -413,7 +434,7 @@ impl HandshakeSlot {
 impl Drop for HandshakeSlot {
     fn drop(&mut self) {
         let mut connections = self.acceptor.lock_connections();
-        connections.handshake_count -= 1;
+        connections.running_handshake_count -= 1;
         if let Some(count) = connections.handshake_counts_by_address.get_mut(&self.address) {
             *count -= 1;
             if *count == 0 {
@@ -424,13 +445,13 @@ impl Drop for HandshakeSlot {
 }
 
 #[derive(Debug)]
-struct ConnectionGuard {
+struct ConnectionRegistrationGuard {
     acceptor: Arc<ConnectionAcceptor>,
     connection_number: u64,
     connection: Arc<TrackedConnection>,
 }
 
-impl Drop for ConnectionGuard {
+impl Drop for ConnectionRegistrationGuard {
     fn drop(&mut self) {
         let mut connections = self.acceptor.lock_connections();
         connections.connections_by_number.remove(&self.connection_number);
@@ -445,18 +466,18 @@ impl Drop for ConnectionGuard {
 
 #[derive(Debug)]
 pub struct AcceptedConnection {
-    io: Io,
-    caller: Caller,
-    guard: Option<ConnectionGuard>,
+    io: PlainOrTlsStream,
+    caller: ConnectionCaller,
+    guard: Option<ConnectionRegistrationGuard>,
 }
 
 impl AcceptedConnection {
-    pub fn caller(&self) -> &Caller {
+    pub fn caller(&self) -> &ConnectionCaller {
         &self.caller
     }
 
     /// Returns the fingerprint and the expiry (time since 1970) of the peer's certificate, or `None` if there is none.
-    pub fn certificate(&self) -> Option<(Fingerprint, Duration)> {
+    pub fn certificate_fingerprint_and_expiry(&self) -> Option<(CertificateFingerprint, Duration)> {
         self.guard.as_ref().map(|guard| (guard.connection.fingerprint, guard.connection.not_after))
     }
 
@@ -471,14 +492,14 @@ impl AcceptedConnection {
     }
 }
 
-fn closed_error() -> io::Error {
+fn closed_connection_error() -> io::Error {
     io::Error::new(io::ErrorKind::ConnectionAborted, "the certificate has expired or is revoked")
 }
 
 impl Connected for AcceptedConnection {
-    type ConnectInfo = Caller;
+    type ConnectInfo = ConnectionCaller;
 
-    fn connect_info(&self) -> Caller {
+    fn connect_info(&self) -> ConnectionCaller {
         self.caller.clone()
     }
 }
@@ -494,7 +515,7 @@ impl AsyncRead for AcceptedConnection {
         }
         // This is checked after the waker is registered, so that a close in between wakes the task.
         if self.is_closed() {
-            return Poll::Ready(Err(closed_error()));
+            return Poll::Ready(Err(closed_connection_error()));
         }
         Pin::new(&mut self.io).poll_read(context, buffer)
     }
@@ -503,7 +524,7 @@ impl AsyncRead for AcceptedConnection {
 impl AsyncWrite for AcceptedConnection {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         if self.is_closed() {
-            return Poll::Ready(Err(closed_error()));
+            return Poll::Ready(Err(closed_connection_error()));
         }
         Pin::new(&mut self.io).poll_write(context, bytes)
     }
@@ -514,7 +535,7 @@ impl AsyncWrite for AcceptedConnection {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         if self.is_closed() {
-            return Poll::Ready(Err(closed_error()));
+            return Poll::Ready(Err(closed_connection_error()));
         }
         Pin::new(&mut self.io).poll_write_vectored(context, bytes)
     }

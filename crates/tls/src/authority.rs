@@ -25,7 +25,7 @@ use time::OffsetDateTime;
 
 use crate::certificate::{Certificate, unix_now};
 use crate::disk::{self, write_public_file, write_secret};
-use crate::identity::{Identity, Name, Role};
+use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
 /// Tolerated difference between two machines' clocks. A certificate is valid from this long before it was issued.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
@@ -33,20 +33,20 @@ pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
 pub const DAY: Duration = Duration::from_secs(86_400);
 
 /// Certificate authority of a fleet. Its files are in one directory.
-pub struct Authority {
+pub struct CertificateAuthority {
     directory: PathBuf,
 }
 
 /// Period in which a certificate is valid, as times since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Validity {
+pub struct CertificateValidity {
     /// Begin of the validity.
     pub not_before: Duration,
     /// End of the validity.
     pub not_after: Duration,
 }
 
-impl Validity {
+impl CertificateValidity {
     /// Returns a validity from [`CLOCK_TOLERANCE`] before the current time until the given duration after it.
     pub fn from_now(duration: Duration) -> Self {
         let now = unix_now();
@@ -71,14 +71,19 @@ pub enum RolloverStep {
     Finish,
 }
 
-impl Authority {
+impl CertificateAuthority {
     /// Creates a fleet's authority in a directory that does not have one.
-    pub fn init(directory: &Path, fleet: &Name, validity_duration: Duration) -> anyhow::Result<Self> {
+    pub fn init(directory: &Path, fleet: &IdentityName, validity_duration: Duration) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let authority = Self { directory: directory.to_owned() };
         let key_path = authority.file_path("authority.key");
         ensure!(!key_path.exists(), "{} exists: expected a directory without an authority", key_path.display());
-        authority.create_authority_files("authority", fleet, Validity::from_now(validity_duration), &["authority"])?;
+        authority.create_authority_files(
+            "authority",
+            fleet,
+            CertificateValidity::from_now(validity_duration),
+            &["authority"],
+        )?;
         Ok(authority)
     }
 
@@ -111,8 +116,8 @@ impl Authority {
     fn create_authority_files(
         &self,
         name: &str,
-        fleet: &Name,
-        validity: Validity,
+        fleet: &IdentityName,
+        validity: CertificateValidity,
         authority_names: &[&str],
     ) -> anyhow::Result<()> {
         let key_pair = KeyPair::generate()?;
@@ -135,7 +140,7 @@ impl Authority {
         write_public_file(&self.ca_path(), &certificates?.concat())
     }
 
-    pub fn fleet_name(&self) -> anyhow::Result<Name> {
+    pub fn fleet_name(&self) -> anyhow::Result<IdentityName> {
         let certificate_der = CertificateDer::from_pem_slice(self.read_file("authority.crt")?.as_bytes())?;
         let (_, x509_certificate) = x509_parser::parse_x509_certificate(&certificate_der)?;
         let organization = x509_certificate.subject().iter_organization().next().and_then(|name| name.as_str().ok());
@@ -145,14 +150,14 @@ impl Authority {
     }
 
     /// Issues a certificate with a new key. Fails if the authority would expire before the certificate.
-    pub fn issue(
+    pub fn issue_certificate(
         &self,
-        identity: &Identity,
+        identity: &FleetIdentity,
         addresses: &[String],
-        validity: Validity,
+        validity: CertificateValidity,
     ) -> anyhow::Result<IssuedCertificate> {
         let authority_pem = self.read_file("authority.crt")?;
-        let authority_certificate = Certificate::read(&CertificateDer::from_pem_slice(authority_pem.as_bytes())?)
+        let authority_certificate = Certificate::parse_der(&CertificateDer::from_pem_slice(authority_pem.as_bytes())?)
             .map_err(anyhow::Error::msg)?;
         ensure!(
             validity.not_after <= authority_certificate.not_after,
@@ -170,10 +175,10 @@ impl Authority {
         let mut params = CertificateParams::new(addresses.to_vec())?;
         params.distinguished_name.push(DnType::OrganizationName, identity.fleet.as_str());
         params.distinguished_name.push(DnType::CommonName, identity.to_string());
-        params.subject_alt_names.push(SanType::URI(Ia5String::try_from(identity.uri())?));
+        params.subject_alt_names.push(SanType::URI(Ia5String::try_from(identity.identity_uri())?));
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
-        if matches!(identity.role, Role::Controller | Role::Rack) {
+        if matches!(identity.role, FleetRole::Controller | FleetRole::Rack) {
             params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
         }
         params.use_authority_key_identifier_extension = true;
@@ -183,34 +188,37 @@ impl Authority {
     }
 
     /// Executes one step of the replacement of the authority. Fails if another step is due.
-    pub fn roll_over(&self, step: RolloverStep, validity_duration: Duration) -> anyhow::Result<()> {
-        let file_exists = |file: &str| self.file_path(file).exists();
+    pub fn perform_rollover_step(&self, step: RolloverStep, validity_duration: Duration) -> anyhow::Result<()> {
+        let authority_file_exists = |file: &str| self.file_path(file).exists();
         match step {
             RolloverStep::Begin => {
-                ensure!(!file_exists("next.key"), "next.key exists: expected `switch`, the second step");
+                ensure!(!authority_file_exists("next.key"), "next.key exists: expected `switch`, the second step");
                 ensure!(
-                    !file_exists("previous.crt"),
+                    !authority_file_exists("previous.crt"),
                     "previous.crt exists: expected `finish`, the last step of the roll-over before"
                 );
                 self.create_authority_files(
                     "next",
                     &self.fleet_name()?,
-                    Validity::from_now(validity_duration),
+                    CertificateValidity::from_now(validity_duration),
                     &["authority", "next"],
                 )
             }
             RolloverStep::Switch => {
                 ensure!(
-                    file_exists("next.key") || !file_exists("previous.crt"),
+                    authority_file_exists("next.key") || !authority_file_exists("previous.crt"),
                     "previous.crt exists, and no next.key: the new authority signs already: expected `finish`, the \
                      last step"
                 );
-                ensure!(file_exists("next.key"), "next.key is not there: expected `begin`, the first step");
+                ensure!(authority_file_exists("next.key"), "next.key is not there: expected `begin`, the first step");
                 self.switch_to_next_authority()
             }
             RolloverStep::Finish => {
-                ensure!(!file_exists("next.key"), "next.key exists: expected `switch`, the second step");
-                ensure!(file_exists("previous.crt"), "previous.crt is not there: expected `switch`, the second step");
+                ensure!(!authority_file_exists("next.key"), "next.key exists: expected `switch`, the second step");
+                ensure!(
+                    authority_file_exists("previous.crt"),
+                    "previous.crt is not there: expected `switch`, the second step"
+                );
                 self.write_ca_file(&["authority"])?;
                 disk::remove_durably(&self.file_path("previous.crt"))
             }
@@ -251,7 +259,7 @@ fn to_date_time(since_1970: Duration) -> anyhow::Result<OffsetDateTime> {
 
 impl IssuedCertificate {
     /// Writes the files ca.crt, own.crt and own.key to a directory.
-    pub fn write_files(&self, directory: &Path, authority: &Authority) -> anyhow::Result<()> {
+    pub fn write_files(&self, directory: &Path, authority: &CertificateAuthority) -> anyhow::Result<()> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         write_public_file(&directory.join("ca.crt"), &authority.read_file("ca.crt")?)?;
         write_secret(&directory.join("own.key"), &self.key_pem)?;

@@ -5,18 +5,18 @@ use std::net::SocketAddr;
 
 use tonic::{Request, Status};
 
-use crate::identity::{Identity, Role};
+use crate::identity::{FleetIdentity, FleetRole};
 
 /// Peer that sends requests to a daemon, with the identity in its certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Caller {
+pub struct ConnectionCaller {
     pub address: SocketAddr,
     /// Identity in the peer's certificate, or `None` if the peer uses no TLS, or a token instead of a certificate.
-    pub identity: Option<Identity>,
+    pub identity: Option<FleetIdentity>,
     pub is_encrypted: bool,
 }
 
-impl fmt::Display for Caller {
+impl fmt::Display for ConnectionCaller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.identity {
             Some(identity) => write!(f, "{identity} at {}", self.address),
@@ -25,16 +25,16 @@ impl fmt::Display for Caller {
     }
 }
 
-impl Caller {
+impl ConnectionCaller {
     /// Returns the peer that sent a request. Fails with INTERNAL if the connection was not accepted by a
     /// [`ConnectionAcceptor`](crate::ConnectionAcceptor).
-    pub fn of<T>(request: &Request<T>) -> Result<Self, Status> {
+    pub fn from_request<T>(request: &Request<T>) -> Result<Self, Status> {
         request.extensions().get::<Self>().cloned().ok_or_else(|| Status::internal("a request from nowhere"))
     }
 
     /// Checks that the peer has one of these roles, and otherwise fails with PERMISSION_DENIED. Permits all without
     /// TLS.
-    pub fn require_role(&self, roles: &[Role]) -> Result<(), Status> {
+    pub fn require_role(&self, roles: &[FleetRole]) -> Result<(), Status> {
         match &self.identity {
             None if !self.is_encrypted => Ok(()),
             Some(identity) if roles.contains(&identity.role) => Ok(()),
@@ -51,7 +51,7 @@ impl Caller {
     }
 
     /// Checks that the peer's certificate has this role and name, and otherwise fails with PERMISSION_DENIED.
-    pub fn require_role_and_name(&self, role: Role, name: &str) -> Result<(), Status> {
+    pub fn require_role_and_name(&self, role: FleetRole, name: &str) -> Result<(), Status> {
         self.require_role(&[role])?;
         match &self.identity {
             Some(identity) if identity.name.as_str() != name => {
@@ -66,7 +66,7 @@ impl Caller {
     }
 
     fn describe_identity(&self) -> String {
-        self.identity.as_ref().map_or_else(|| "no identity".to_owned(), Identity::to_string)
+        self.identity.as_ref().map_or_else(|| "no identity".to_owned(), FleetIdentity::to_string)
     }
 }
 
@@ -76,27 +76,27 @@ mod tests {
 
     use super::*;
 
-    fn test_caller(identity: Option<&str>, is_encrypted: bool) -> Caller {
+    fn test_caller(identity: Option<&str>, is_encrypted: bool) -> ConnectionCaller {
         let identity = identity.map(|uri| uri.parse().unwrap());
-        Caller { address: SocketAddr::from(([192, 0, 2, 1], 5)), identity, is_encrypted }
+        ConnectionCaller { address: SocketAddr::from(([192, 0, 2, 1], 5)), identity, is_encrypted }
     }
 
     #[test]
     fn agent_may_report_only_for_its_own_server() {
         let agent = test_caller(Some("coreward://prod/agent/s1"), true);
-        assert!(agent.require_role_and_name(Role::Agent, "s1").is_ok());
-        let error = agent.require_role_and_name(Role::Agent, "s2").unwrap_err();
+        assert!(agent.require_role_and_name(FleetRole::Agent, "s1").is_ok());
+        let error = agent.require_role_and_name(FleetRole::Agent, "s2").unwrap_err();
         assert_eq!(error.code(), Code::PermissionDenied);
         assert_eq!(error.message(), "the certificate is for agent s1, not for agent s2: expected its own name");
-        let error = agent.require_role_and_name(Role::Lb, "s1").unwrap_err();
+        let error = agent.require_role_and_name(FleetRole::Lb, "s1").unwrap_err();
         assert_eq!(error.message(), "the certificate is for agent s1: expected lb");
-        assert!(agent.require_role(&[Role::Operator, Role::Viewer]).is_err());
+        assert!(agent.require_role(&[FleetRole::Operator, FleetRole::Viewer]).is_err());
     }
 
     #[test]
     fn connection_without_tls_has_every_permission() {
-        assert!(test_caller(None, false).require_role_and_name(Role::Lb, "lb1").is_ok());
-        let error = test_caller(None, true).require_role(&[Role::Viewer]).unwrap_err();
+        assert!(test_caller(None, false).require_role_and_name(FleetRole::Lb, "lb1").is_ok());
+        let error = test_caller(None, true).require_role(&[FleetRole::Viewer]).unwrap_err();
         assert_eq!(error.message(), "the certificate is for no identity: expected viewer");
     }
 }

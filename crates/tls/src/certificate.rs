@@ -7,14 +7,14 @@ use rustls::pki_types::CertificateDer;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
-use crate::identity::{IDENTITY_URI_SCHEME, Identity};
+use crate::identity::{FleetIdentity, IDENTITY_URI_SCHEME};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
     /// Subject's distinguished name, such as `CN=coreward CA`.
     pub subject: String,
     /// Identity of the owner, or `None` for an authority or a certificate that was not issued for coreward.
-    pub identity: Option<Identity>,
+    pub identity: Option<FleetIdentity>,
     /// Host names and IP addresses that the certificate lists as subject alternative names.
     pub hosts: Vec<String>,
     pub is_authority: bool,
@@ -22,12 +22,12 @@ pub struct Certificate {
     pub not_before: Duration,
     /// End of the validity, as time since 1970.
     pub not_after: Duration,
-    pub fingerprint: Fingerprint,
+    pub fingerprint: CertificateFingerprint,
 }
 
 impl Certificate {
     /// Parses a certificate in DER. Fails if it is malformed or contains several identities.
-    pub fn read(der: &CertificateDer<'_>) -> Result<Self, String> {
+    pub fn parse_der(der: &CertificateDer<'_>) -> Result<Self, String> {
         let (_, x509_certificate) =
             X509Certificate::from_der(der).map_err(|error| format!("not an X.509 certificate: {error}"))?;
         let subject_alternative_names = x509_certificate
@@ -52,7 +52,7 @@ impl Certificate {
             is_authority: x509_certificate.is_ca(),
             not_before: to_duration(x509_certificate.validity().not_before),
             not_after: to_duration(x509_certificate.validity().not_after),
-            fingerprint: Fingerprint::of(der),
+            fingerprint: CertificateFingerprint::from_der(der),
         })
     }
 
@@ -80,10 +80,10 @@ fn host_name_or_address(name: &GeneralName<'_>) -> Option<String> {
 
 /// SHA-256 fingerprint of a certificate. Its text form equals that of `openssl x509 -fingerprint -sha256`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Fingerprint([u8; 32]);
+pub struct CertificateFingerprint([u8; 32]);
 
-impl Fingerprint {
-    pub fn of(der: &CertificateDer<'_>) -> Self {
+impl CertificateFingerprint {
+    pub fn from_der(der: &CertificateDer<'_>) -> Self {
         Self::sha256(der)
     }
 
@@ -98,7 +98,7 @@ impl Fingerprint {
     }
 }
 
-impl std::fmt::Display for Fingerprint {
+impl std::fmt::Display for CertificateFingerprint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut text = String::with_capacity(95);
         for (index, byte) in self.0.iter().enumerate() {
@@ -108,13 +108,13 @@ impl std::fmt::Display for Fingerprint {
     }
 }
 
-impl std::str::FromStr for Fingerprint {
+impl std::str::FromStr for CertificateFingerprint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let hex_digits: Vec<u8> = text.bytes().filter(|byte| *byte != b':').collect();
-        let parse_byte = |digit_pair: &[u8]| u8::from_str_radix(std::str::from_utf8(digit_pair).ok()?, 16).ok();
-        let bytes: Option<Vec<u8>> = hex_digits.chunks(2).map(parse_byte).collect();
+        let parse_hex_byte = |digit_pair: &[u8]| u8::from_str_radix(std::str::from_utf8(digit_pair).ok()?, 16).ok();
+        let bytes: Option<Vec<u8>> = hex_digits.chunks(2).map(parse_hex_byte).collect();
         let bytes =
             bytes.filter(|_| hex_digits.iter().all(u8::is_ascii_hexdigit)).and_then(|bytes| bytes.try_into().ok());
         bytes.map(Self).ok_or_else(|| {

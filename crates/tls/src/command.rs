@@ -7,25 +7,25 @@ use anyhow::Context as _;
 use comfy_table::Table;
 use rustls::pki_types::ServerName;
 
-use crate::authority::{Authority, CLOCK_TOLERANCE, DAY, RolloverStep, Validity};
+use crate::authority::{CLOCK_TOLERANCE, CertificateAuthority, CertificateValidity, DAY, RolloverStep};
 use crate::certificate::{Certificate, unix_now};
 use crate::credentials::read_certificates;
-use crate::identity::{Identity, Name, Role};
+use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
 /// Options of `coreward certs`.
 #[derive(clap::Args)]
 pub struct CertsArgs {
     #[command(subcommand)]
-    command: Command,
+    command: CertsCommand,
 }
 
 #[derive(clap::Subcommand)]
-enum Command {
+enum CertsCommand {
     /// Create the fleet's certificate authority: a key that stays on this machine, and ca.crt for every daemon
     Init {
         /// Name of the fleet; certificates of other fleets are rejected
         #[arg(long, value_name = "NAME")]
-        fleet: Name,
+        fleet: IdentityName,
         /// Validity of the authority (days)
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
@@ -36,11 +36,11 @@ enum Command {
     Issue {
         /// Role of the certificate's owner: controller, agent, lb, rack, operator or viewer
         #[arg(long)]
-        role: Role,
+        role: FleetRole,
         /// Name of the owner: the server in the fleet document (agent), `name` of the load balancer (lb), any name
         /// (other roles, for logs)
         #[arg(long)]
-        name: Name,
+        name: IdentityName,
         /// Host name or address of the controller's API for browsers and curl; may be repeated
         #[arg(long, value_name = "NAME|ADDRESS", value_parser = parse_host)]
         address: Vec<String>,
@@ -94,10 +94,10 @@ fn days_to_duration(days: u32) -> Duration {
 }
 
 /// Runs `coreward certs` and returns its output. Fails when files cannot be read or written, or are invalid.
-pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
+pub fn run_certs_command(args: &CertsArgs) -> anyhow::Result<String> {
     match &args.command {
-        Command::Init { fleet, days: length, authority_args: folder } => {
-            let authority = Authority::init(&folder.directory, fleet, days_to_duration(*length))?;
+        CertsCommand::Init { fleet, days: length, authority_args: folder } => {
+            let authority = CertificateAuthority::init(&folder.directory, fleet, days_to_duration(*length))?;
             let directory = folder.directory.display();
             Ok(format!(
                 "{}: the authority of fleet {fleet}, for every part\n{directory}/authority.key: keep it here, who has \
@@ -105,11 +105,11 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
                 authority.ca_path().display()
             ))
         }
-        Command::Issue { role, name, address, days: length, out, authority_args: folder } => {
-            let authority = Authority::open(&folder.directory)?;
-            let identity = Identity { fleet: authority.fleet_name()?, role: *role, name: name.clone() };
-            let default_directory = || folder.directory.join(format!("{role}-{name}").replace('/', "_"));
-            let output_directory = out.clone().unwrap_or_else(default_directory);
+        CertsCommand::Issue { role, name, address, days: length, out, authority_args: folder } => {
+            let authority = CertificateAuthority::open(&folder.directory)?;
+            let identity = FleetIdentity { fleet: authority.fleet_name()?, role: *role, name: name.clone() };
+            let default_bundle_directory = || folder.directory.join(format!("{role}-{name}").replace('/', "_"));
+            let output_directory = out.clone().unwrap_or_else(default_bundle_directory);
             ensure_same_owner(&output_directory, &identity)?;
             issue_and_write_bundle(&authority, &identity, address, days_to_duration(*length), &output_directory)?;
             Ok(format!(
@@ -119,27 +119,30 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
                 output_directory.display()
             ))
         }
-        Command::Renew { bundles, days: length, authority_args: folder } => {
-            let authority = Authority::open(&folder.directory)?;
-            let lines: anyhow::Result<Vec<String>> =
-                bundles.iter().map(|bundle| renew(&authority, bundle, length.map(days_to_duration))).collect();
+        CertsCommand::Renew { bundles, days: length, authority_args: folder } => {
+            let authority = CertificateAuthority::open(&folder.directory)?;
+            let lines: anyhow::Result<Vec<String>> = bundles
+                .iter()
+                .map(|bundle| renew_certificate_bundle(&authority, bundle, length.map(days_to_duration)))
+                .collect();
             Ok(lines?.join("\n"))
         }
-        Command::Show { files } => format_certificate_table(files),
-        Command::RollOver { step, days: length, authority_args: folder } => {
-            roll_over(&folder.directory, *step, days_to_duration(*length))
+        CertsCommand::Show { files } => format_certificate_table(files),
+        CertsCommand::RollOver { step, days: length, authority_args: folder } => {
+            roll_over_authority(&folder.directory, *step, days_to_duration(*length))
         }
     }
 }
 
 /// Checks that the text is a DNS name or an IP address, which a certificate can contain, and returns it.
 fn parse_host(text: &str) -> Result<String, String> {
-    let error_text = || format!("{text:?}: expected a host name or an IP address, as \"c1.example\" or \"10.1.0.1\"");
-    ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| error_text())
+    let invalid_host_text =
+        || format!("{text:?}: expected a host name or an IP address, as \"c1.example\" or \"10.1.0.1\"");
+    ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| invalid_host_text())
 }
 
 /// Checks that the directory contains no certificate of another owner, which would be overwritten.
-fn ensure_same_owner(bundle_directory: &Path, identity: &Identity) -> anyhow::Result<()> {
+fn ensure_same_owner(bundle_directory: &Path, identity: &FleetIdentity) -> anyhow::Result<()> {
     let certificate_path = bundle_directory.join("own.crt");
     let Ok(certificates) = read_certificates(&certificate_path) else { return Ok(()) };
     if let Some(other_identity) =
@@ -155,21 +158,21 @@ fn ensure_same_owner(bundle_directory: &Path, identity: &Identity) -> anyhow::Re
 }
 
 fn issue_and_write_bundle(
-    authority: &Authority,
-    identity: &Identity,
+    authority: &CertificateAuthority,
+    identity: &FleetIdentity,
     addresses: &[String],
     validity_duration: Duration,
     output_directory: &Path,
 ) -> anyhow::Result<()> {
     authority
-        .issue(identity, addresses, Validity::from_now(validity_duration))?
+        .issue_certificate(identity, addresses, CertificateValidity::from_now(validity_duration))?
         .write_files(output_directory, authority)
 }
 
 /// Executes a step of the authority's replacement. Returns instructions for the operator's next step.
-fn roll_over(directory: &Path, step: RolloverStep, validity: Duration) -> anyhow::Result<String> {
-    let authority = Authority::open(directory)?;
-    authority.roll_over(step, validity)?;
+fn roll_over_authority(directory: &Path, step: RolloverStep, validity: Duration) -> anyhow::Result<String> {
+    let authority = CertificateAuthority::open(directory)?;
+    authority.perform_rollover_step(step, validity)?;
     let next_step_text = match step {
         RolloverStep::Begin => {
             "copy the new ca.crt to every daemon, or `coreward certs renew` all bundles; then `switch`"
@@ -180,8 +183,8 @@ fn roll_over(directory: &Path, step: RolloverStep, validity: Duration) -> anyhow
     Ok(format!("{}: {next_step_text}", authority.ca_path().display()))
 }
 
-fn renew(
-    authority: &Authority,
+fn renew_certificate_bundle(
+    authority: &CertificateAuthority,
     bundle_directory: &Path,
     validity_duration: Option<Duration>,
 ) -> anyhow::Result<String> {
@@ -251,7 +254,7 @@ mod tests {
     use super::*;
 
     #[derive(clap::Parser)]
-    struct Cli {
+    struct TestCli {
         #[command(flatten)]
         certs: CertsArgs,
     }
@@ -262,8 +265,8 @@ mod tests {
         let authority_directory = directory.path().join("certs");
         let run_certs = |arguments: &[&str]| {
             let arguments = [&["certs"], arguments, &["--directory", authority_directory.to_str().unwrap()]].concat();
-            let cli = Cli::try_parse_from(arguments).map_err(|error| error.to_string())?;
-            run(&cli.certs).map_err(|error| error.to_string())
+            let cli = TestCli::try_parse_from(arguments).map_err(|error| error.to_string())?;
+            run_certs_command(&cli.certs).map_err(|error| error.to_string())
         };
         run_certs(&["init", "--fleet", "prod"]).unwrap();
         for valid_host in ["c1.example", "10.1.0.1", "fd00::1", "localhost"] {

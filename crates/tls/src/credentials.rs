@@ -12,8 +12,11 @@ use rustls::version::TLS13;
 use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig};
 
 use crate::certificate::Certificate;
-use crate::identity::{Identity, Name, Role};
-use crate::verify::{ClientCertificatePolicy, ClientVerifier, ExpectedHost, RevocationList, ServerVerifier};
+use crate::identity::{FleetIdentity, FleetRole, IdentityName};
+use crate::verify::{
+    ClientCertificatePolicy, ClientCertificateVerifier, ExpectedControllerHost, RevocationList,
+    ServerCertificateVerifier,
+};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CredentialFiles {
@@ -40,7 +43,7 @@ fn credential_error(config_key: &'static str, path: &Path, problem: impl std::fm
 /// Certificate and key of this process, and the trusted authorities, as read from the files.
 #[derive(Debug)]
 pub struct Credentials {
-    pub identity: Identity,
+    pub identity: FleetIdentity,
     pub own_certificate: Certificate,
     pub authorities: Vec<Certificate>,
     roots: Arc<RootCertStore>,
@@ -66,7 +69,7 @@ impl Credentials {
         let (roots, authorities) = read_authorities(&files.ca_path)?;
         let path = &files.certificate_path;
         let certificate_chain = read_certificate_chain("certificate", path)?;
-        let own_certificate = Certificate::read(&certificate_chain[0])
+        let own_certificate = Certificate::parse_der(&certificate_chain[0])
             .map_err(|problem| credential_error("certificate", path, problem))?;
         let no_identity_error = || {
             let expected_identity = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
@@ -77,33 +80,35 @@ impl Credentials {
         let credentials =
             Self { identity, own_certificate, authorities, roots: Arc::new(roots), certificate_chain, private_key };
         // This fails unless key and certificate belong together.
-        credentials.client_config(&[Role::Controller], ExpectedHost::Any, "h2").map_err(|error| {
-            credential_error("key", &files.key_path, format!("{error}: expected the key of {}", path.display()))
-        })?;
+        credentials.build_client_config(&[FleetRole::Controller], ExpectedControllerHost::Any, "h2").map_err(
+            |error| {
+                credential_error("key", &files.key_path, format!("{error}: expected the key of {}", path.display()))
+            },
+        )?;
         Ok(credentials)
     }
 
     /// Returns the TLS configuration for connecting to peers of these roles. ALPN offers `protocol`.
-    pub fn client_config(
+    pub fn build_client_config(
         &self,
-        expected_roles: &[Role],
-        host: ExpectedHost,
+        expected_roles: &[FleetRole],
+        host: ExpectedControllerHost,
         protocol: &str,
     ) -> Result<ClientConfig, rustls::Error> {
         let fleet = Some(self.identity.fleet.clone());
-        let builder = client_builder(self.roots.clone(), fleet, expected_roles, host)?;
+        let builder = client_config_builder(self.roots.clone(), fleet, expected_roles, host)?;
         let config = builder.with_client_auth_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
         Ok(set_alpn_protocol(config, protocol))
     }
 
-    pub fn client_verifier(
+    pub fn build_client_verifier(
         &self,
-        accepted_roles: &[Role],
+        accepted_roles: &[FleetRole],
         certificate_policy: ClientCertificatePolicy,
         revocation_list: RevocationList,
-    ) -> anyhow::Result<ClientVerifier> {
+    ) -> anyhow::Result<ClientCertificateVerifier> {
         let fleet = self.identity.fleet.clone();
-        ClientVerifier::new(
+        ClientCertificateVerifier::new(
             self.roots.clone(),
             &crypto_provider(),
             fleet,
@@ -114,14 +119,14 @@ impl Credentials {
     }
 
     /// Returns the TLS configuration for accepting connections from peers of these roles.
-    pub fn server_config(
+    pub fn build_server_config(
         &self,
-        accepted_roles: &[Role],
+        accepted_roles: &[FleetRole],
         certificate_policy: ClientCertificatePolicy,
         revocation_list: RevocationList,
         protocols: &[&str],
     ) -> anyhow::Result<ServerConfig> {
-        let verifier = self.client_verifier(accepted_roles, certificate_policy, revocation_list)?;
+        let verifier = self.build_client_verifier(accepted_roles, certificate_policy, revocation_list)?;
         let builder = ServerConfig::builder_with_provider(crypto_provider()).with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_client_cert_verifier(Arc::new(verifier));
         let mut config = builder.with_single_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
@@ -139,26 +144,26 @@ fn read_private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialErr
 }
 
 /// Returns the TLS configuration for connecting, without a client certificate, to peers of these roles in any fleet.
-pub fn client_without_certificate(
+pub fn client_config_without_certificate(
     ca: &Path,
-    expected_roles: &[Role],
-    host: ExpectedHost,
+    expected_roles: &[FleetRole],
+    host: ExpectedControllerHost,
     protocol: &str,
 ) -> Result<ClientConfig, CredentialError> {
     let (roots, _) = read_authorities(ca)?;
-    let builder = client_builder(Arc::new(roots), None, expected_roles, host)
+    let builder = client_config_builder(Arc::new(roots), None, expected_roles, host)
         .map_err(|error| credential_error("ca", ca, error))?;
     Ok(set_alpn_protocol(builder.with_no_client_auth(), protocol))
 }
 
-fn client_builder(
+fn client_config_builder(
     roots: Arc<RootCertStore>,
-    fleet: Option<Name>,
-    expected_roles: &[Role],
-    host: ExpectedHost,
+    fleet: Option<IdentityName>,
+    expected_roles: &[FleetRole],
+    host: ExpectedControllerHost,
 ) -> Result<ConfigBuilder<ClientConfig, WantsClientCert>, rustls::Error> {
     let provider = crypto_provider();
-    let verifier = ServerVerifier::new(roots, &provider, fleet, expected_roles, host);
+    let verifier = ServerCertificateVerifier::new(roots, &provider, fleet, expected_roles, host);
     let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
     Ok(builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier)))
 }
@@ -192,7 +197,7 @@ fn read_certificate_chain(
 fn read_authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), CredentialError> {
     let (mut roots, mut authorities) = (RootCertStore::empty(), Vec::new());
     for der in read_certificate_chain("ca", path)? {
-        let certificate = Certificate::read(&der).map_err(|problem| credential_error("ca", path, problem))?;
+        let certificate = Certificate::parse_der(&der).map_err(|problem| credential_error("ca", path, problem))?;
         if !certificate.is_authority {
             let problem =
                 format!("{} cannot sign certificates: expected certificates of authorities", certificate.subject);
@@ -206,6 +211,7 @@ fn read_authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Cr
 
 pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {
     let certificate_chain = read_certificate_chain("certificate", path)?;
-    let parse = |der| Certificate::read(der).map_err(|problem| credential_error("certificate", path, problem).into());
-    certificate_chain.iter().map(parse).collect()
+    let parse_certificate =
+        |der| Certificate::parse_der(der).map_err(|problem| credential_error("certificate", path, problem).into());
+    certificate_chain.iter().map(parse_certificate).collect()
 }

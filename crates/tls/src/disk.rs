@@ -41,14 +41,14 @@ pub(crate) fn remove_durably(path: &Path) -> anyhow::Result<()> {
 }
 
 fn change_and_sync_directory(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Result<()> {
-    let synced_change = || {
+    let apply_synced_change = || {
         #[cfg(test)]
         interruption::fail_if_interrupted()?;
         change()?;
         // A rename is durable only after its directory has been synced.
         path.parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
     };
-    synced_change().with_context(|| path.display().to_string())
+    apply_synced_change().with_context(|| path.display().to_string())
 }
 
 /// Emulation of a process that is killed between two changes of files, for tests.
@@ -61,7 +61,7 @@ pub(crate) mod interruption {
         static CHANGES_BEFORE_FAILURE: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    pub(crate) fn interrupt_after<T>(change_count: usize, operation: impl FnOnce() -> T) -> T {
+    pub(crate) fn interrupt_after_changes<T>(change_count: usize, operation: impl FnOnce() -> T) -> T {
         CHANGES_BEFORE_FAILURE.set(Some(change_count));
         let operation_result = operation();
         CHANGES_BEFORE_FAILURE.set(None);

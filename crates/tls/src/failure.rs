@@ -8,14 +8,14 @@ use parking_lot::{Mutex, MutexGuard};
 use rustls::pki_types::UnixTime;
 use rustls::{AlertDescription, CertificateError, Error};
 
-use crate::identity::{Identity, Name, Role};
+use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
 /// Minimum interval between two log lines with the same reason, so that many rejected connections do not fill the disk.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Reason why a connection was rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum FailureReason {
+pub enum ConnectionFailureReason {
     Timeout,
     /// The peer does not use TLS 1.3.
     NotTls,
@@ -41,7 +41,7 @@ pub enum FailureReason {
     Broken,
 }
 
-impl FailureReason {
+impl ConnectionFailureReason {
     pub const ALL: [Self; 14] = [
         Self::Timeout,
         Self::NotTls,
@@ -82,20 +82,20 @@ impl FailureReason {
 
 /// Error for a valid certificate whose identity is not accepted, because of its fleet, role, name or host.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum AcceptError {
+pub enum RejectedIdentityError {
     #[error("its certificate has no identity of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
     NoIdentity(String),
     #[error("its certificate is for {identity} of fleet {}: expected fleet {own_fleet}", identity.fleet)]
-    OtherFleet { identity: Identity, own_fleet: Name },
-    #[error("its certificate is for {identity}: expected {}", roles(expected))]
-    WrongRole { identity: Identity, expected: Vec<Role> },
+    OtherFleet { identity: FleetIdentity, own_fleet: IdentityName },
+    #[error("its certificate is for {identity}: expected {}", describe_roles(expected))]
+    WrongRole { identity: FleetIdentity, expected: Vec<FleetRole> },
     #[error("its certificate is for {identity} at {}: expected one for {expected}", describe_hosts(hosts))]
-    WrongHost { identity: Identity, hosts: Vec<String>, expected: String },
+    WrongHost { identity: FleetIdentity, hosts: Vec<String>, expected: String },
     #[error("the certificate of {0} is revoked")]
-    Revoked(Identity),
+    Revoked(FleetIdentity),
 }
 
-fn roles(describe_roles: &[Role]) -> String {
+fn describe_roles(describe_roles: &[FleetRole]) -> String {
     describe_roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ")
 }
 
@@ -103,77 +103,81 @@ fn describe_hosts(hosts: &[String]) -> String {
     if hosts.is_empty() { "no host that it names".to_owned() } else { hosts.join(", ") }
 }
 
-impl AcceptError {
-    fn reason(&self) -> FailureReason {
+impl RejectedIdentityError {
+    fn failure_reason(&self) -> ConnectionFailureReason {
         match self {
-            Self::NoIdentity(_) => FailureReason::NoIdentity,
-            Self::OtherFleet { .. } => FailureReason::OtherFleet,
-            Self::WrongRole { .. } => FailureReason::WrongRole,
-            Self::WrongHost { .. } => FailureReason::WrongName,
-            Self::Revoked(_) => FailureReason::Revoked,
+            Self::NoIdentity(_) => ConnectionFailureReason::NoIdentity,
+            Self::OtherFleet { .. } => ConnectionFailureReason::OtherFleet,
+            Self::WrongRole { .. } => ConnectionFailureReason::WrongRole,
+            Self::WrongHost { .. } => ConnectionFailureReason::WrongName,
+            Self::Revoked(_) => ConnectionFailureReason::Revoked,
         }
     }
 }
 
 /// Failure of a connection, with its reason and a description.
 #[derive(Debug, Clone)]
-pub struct Failure {
-    pub reason: FailureReason,
+pub struct PeerConnectionFailure {
+    pub reason: ConnectionFailureReason,
     /// Description of the failure for the operator.
-    pub message: String,
+    pub failure_description: String,
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for PeerConnectionFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
+        f.write_str(&self.failure_description)
     }
 }
 
-impl std::error::Error for Failure {}
+impl std::error::Error for PeerConnectionFailure {}
 
-impl Failure {
-    pub fn of(error: &std::io::Error) -> Self {
+impl PeerConnectionFailure {
+    pub fn from_io_error(error: &std::io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(error) => Self::from_tls(error),
-            None => Self { reason: FailureReason::Broken, message: error.to_string() },
+            None => Self { reason: ConnectionFailureReason::Broken, failure_description: error.to_string() },
         }
     }
 
     fn from_tls(error: &Error) -> Self {
         use CertificateError as Wrong;
-        let (reason, message) = match error {
-            Error::InvalidCertificate(Wrong::Other(other)) => match other.0.downcast_ref::<AcceptError>() {
-                Some(accept_error) => (accept_error.reason(), accept_error.to_string()),
-                None => (FailureReason::Broken, error.to_string()),
+        let (reason, failure_description) = match error {
+            Error::InvalidCertificate(Wrong::Other(other)) => match other.0.downcast_ref::<RejectedIdentityError>() {
+                Some(accept_error) => (accept_error.failure_reason(), accept_error.to_string()),
+                None => (ConnectionFailureReason::Broken, error.to_string()),
             },
             Error::InvalidCertificate(Wrong::ExpiredContext { time, not_after }) => (
-                FailureReason::Expired,
+                ConnectionFailureReason::Expired,
                 format!("its certificate has expired: {}", describe_clocks("until", *not_after, *time)),
             ),
             Error::InvalidCertificate(Wrong::NotValidYetContext { time, not_before }) => (
-                FailureReason::NotYetValid,
+                ConnectionFailureReason::NotYetValid,
                 format!("its certificate is not valid yet: {}", describe_clocks("from", *not_before, *time)),
             ),
-            Error::InvalidCertificate(Wrong::UnknownIssuer | Wrong::BadSignature) => {
-                (FailureReason::UnknownAuthority, "its certificate is signed by no authority in `ca`".to_owned())
-            }
+            Error::InvalidCertificate(Wrong::UnknownIssuer | Wrong::BadSignature) => (
+                ConnectionFailureReason::UnknownAuthority,
+                "its certificate is signed by no authority in `ca`".to_owned(),
+            ),
             Error::InvalidCertificate(Wrong::NotValidForName | Wrong::NotValidForNameContext { .. }) => {
-                (FailureReason::WrongName, error.to_string())
+                (ConnectionFailureReason::WrongName, error.to_string())
             }
             Error::InvalidCertificate(other) => {
-                (FailureReason::UnknownAuthority, format!("its certificate is wrong: {other:?}"))
+                (ConnectionFailureReason::UnknownAuthority, format!("its certificate is wrong: {other:?}"))
             }
-            Error::NoCertificatesPresented => (FailureReason::NoCertificate, "it shows no certificate".to_owned()),
-            Error::AlertReceived(AlertDescription::CertificateRequired) => {
-                (FailureReason::RejectedByPeer, "the peer requires a certificate: expected `[tls]` with one".to_owned())
+            Error::NoCertificatesPresented => {
+                (ConnectionFailureReason::NoCertificate, "it shows no certificate".to_owned())
             }
-            Error::AlertReceived(alert) => (FailureReason::RejectedByPeer, describe_alert(*alert)),
+            Error::AlertReceived(AlertDescription::CertificateRequired) => (
+                ConnectionFailureReason::RejectedByPeer,
+                "the peer requires a certificate: expected `[tls]` with one".to_owned(),
+            ),
+            Error::AlertReceived(alert) => (ConnectionFailureReason::RejectedByPeer, describe_alert(*alert)),
             Error::InvalidMessage(_) | Error::PeerIncompatible(_) | Error::InappropriateMessage { .. } => {
-                (FailureReason::NotTls, format!("the peer does not speak TLS 1.3 ({error})"))
+                (ConnectionFailureReason::NotTls, format!("the peer does not speak TLS 1.3 ({error})"))
             }
-            _ => (FailureReason::Broken, error.to_string()),
+            _ => (ConnectionFailureReason::Broken, error.to_string()),
         };
-        Self { reason, message }
+        Self { reason, failure_description }
     }
 }
 
@@ -207,30 +211,30 @@ fn describe_alert(alert: AlertDescription) -> String {
 
 /// Counters of connection failures, one for each reason. They also limit how often each reason is logged.
 #[derive(Debug, Default)]
-pub struct FailureCounters(Mutex<BTreeMap<FailureReason, FailureCounter>>);
+pub struct ConnectionFailureCounters(Mutex<BTreeMap<ConnectionFailureReason, ConnectionFailureCounter>>);
 
 #[derive(Debug, Default)]
-struct FailureCounter {
-    count: u64,
-    suppressed_count: u64,
+struct ConnectionFailureCounter {
+    failure_count: u64,
+    suppressed_log_count: u64,
     last_log_time: Option<Instant>,
 }
 
-impl FailureCounters {
-    fn lock_counters(&self) -> MutexGuard<'_, BTreeMap<FailureReason, FailureCounter>> {
+impl ConnectionFailureCounters {
+    fn lock_counters(&self) -> MutexGuard<'_, BTreeMap<ConnectionFailureReason, ConnectionFailureCounter>> {
         self.0.lock()
     }
 
     /// Counts a failure, and logs it unless a failure with the same reason was logged within the last second.
-    pub fn count_and_log(&self, peer: &dyn fmt::Display, failure: &Failure) {
+    pub fn count_and_log(&self, peer: &dyn fmt::Display, failure: &PeerConnectionFailure) {
         let mut counters = self.lock_counters();
         let counter = counters.entry(failure.reason).or_default();
-        counter.count += 1;
+        counter.failure_count += 1;
         if counter.last_log_time.is_some_and(|log_time| log_time.elapsed() < LOG_INTERVAL) {
-            counter.suppressed_count += 1;
+            counter.suppressed_log_count += 1;
             return;
         }
-        let unlogged_count = std::mem::take(&mut counter.suppressed_count);
+        let unlogged_count = std::mem::take(&mut counter.suppressed_log_count);
         counter.last_log_time = Some(Instant::now());
         drop(counters);
         let reason = failure.reason.name();
@@ -244,11 +248,11 @@ impl FailureCounters {
         );
     }
 
-    pub fn counts_by_reason(&self) -> Vec<(FailureReason, u64)> {
+    pub fn failure_counts_by_reason(&self) -> Vec<(ConnectionFailureReason, u64)> {
         let counters = self.lock_counters();
-        FailureReason::ALL
+        ConnectionFailureReason::ALL
             .into_iter()
-            .map(|reason| (reason, counters.get(&reason).map_or(0, |counter| counter.count)))
+            .map(|reason| (reason, counters.get(&reason).map_or(0, |counter| counter.failure_count)))
             .collect()
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use parking_lot::{Mutex, MutexGuard};
 
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+const FILE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Files to watch, with their modification times at the last reading.
 #[derive(Debug)]
@@ -15,7 +15,7 @@ pub struct FileWatcher {
 }
 
 impl FileWatcher {
-    pub fn of<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Self {
+    pub fn from_paths<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Self {
         let watcher = Self { paths: paths.into_iter().cloned().collect(), known_mtimes: Mutex::default() };
         watcher.record_modification_times();
         watcher
@@ -30,7 +30,7 @@ impl FileWatcher {
     /// related files are written one after the other.
     pub async fn wait_for_change(&self) {
         loop {
-            tokio::time::sleep(POLL_INTERVAL).await;
+            tokio::time::sleep(FILE_POLL_INTERVAL).await;
             if self.has_changes() {
                 return;
             }
@@ -46,12 +46,12 @@ impl FileWatcher {
     }
 
     fn read_modification_times(&self) -> Vec<Option<SystemTime>> {
-        self.paths.iter().map(|path| modification_time(path)).collect()
+        self.paths.iter().map(|path| read_modification_time(path)).collect()
     }
 }
 
 /// Returns the file's modification time, or `None` if the file does not exist.
-fn modification_time(path: &Path) -> Option<SystemTime> {
+fn read_modification_time(path: &Path) -> Option<SystemTime> {
     std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
 }
 
@@ -61,16 +61,16 @@ mod tests {
 
     use super::*;
 
-    const TIMEOUT: Duration = Duration::from_secs(60);
+    const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 
     #[tokio::test]
     async fn file_change_is_reported_until_modification_times_are_recorded() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("own.crt");
-        let watcher = FileWatcher::of([&path]);
+        let watcher = FileWatcher::from_paths([&path]);
         assert!(!watcher.has_changes(), "nothing has changed");
         std::fs::write(&path, "").unwrap();
-        timeout(TIMEOUT, watcher.wait_for_change()).await.expect("the file is new");
+        timeout(CHANGE_TIMEOUT, watcher.wait_for_change()).await.expect("the file is new");
         assert!(watcher.has_changes(), "it was not taken");
         watcher.record_modification_times();
         assert!(!watcher.has_changes(), "it is taken");

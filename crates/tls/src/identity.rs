@@ -8,14 +8,14 @@ use std::str::FromStr;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
 /// Characters of a name that are percent-encoded in a URI: all except the unreserved characters of RFC 3986.
-const ESCAPED_CHARACTERS: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+const URI_ESCAPED_CHARACTERS: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 /// Scheme of the URI in a certificate that contains the owner's identity.
 pub const IDENTITY_URI_SCHEME: &str = "coreward://";
 const MAX_NAME_BYTES: usize = 64;
 
 /// Role of a certificate's owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Role {
+pub enum FleetRole {
     /// Controller, which all other roles trust.
     Controller,
     Agent,
@@ -27,7 +27,7 @@ pub enum Role {
     Viewer,
 }
 
-impl Role {
+impl FleetRole {
     pub const ALL: [Self; 6] = [Self::Controller, Self::Agent, Self::Lb, Self::Rack, Self::Operator, Self::Viewer];
 
     pub fn name(self) -> &'static str {
@@ -42,13 +42,13 @@ impl Role {
     }
 }
 
-impl fmt::Display for Role {
+impl fmt::Display for FleetRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl FromStr for Role {
+impl FromStr for FleetRole {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -61,21 +61,21 @@ impl FromStr for Role {
 
 /// Name of a fleet or of one of its members: 1 to 64 bytes, without whitespace and control characters.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Name(String);
+pub struct IdentityName(String);
 
-impl Name {
+impl IdentityName {
     pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for IdentityName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl FromStr for Name {
+impl FromStr for IdentityName {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -88,17 +88,18 @@ impl FromStr for Name {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Identity {
-    pub fleet: Name,
-    pub role: Role,
+pub struct FleetIdentity {
+    pub fleet: IdentityName,
+    pub role: FleetRole,
     /// Name of the owner. An agent has the name of its server in the fleet document, a load balancer the name in its
     /// configuration file. Other roles' names appear only in logs.
-    pub name: Name,
+    pub name: IdentityName,
 }
 
-impl Identity {
-    pub fn uri(&self) -> String {
-        let percent_encode_name = |name: &Name| utf8_percent_encode(&name.0, ESCAPED_CHARACTERS).to_string();
+impl FleetIdentity {
+    pub fn identity_uri(&self) -> String {
+        let percent_encode_name =
+            |name: &IdentityName| utf8_percent_encode(&name.0, URI_ESCAPED_CHARACTERS).to_string();
         format!(
             "{IDENTITY_URI_SCHEME}{}/{}/{}",
             percent_encode_name(&self.fleet),
@@ -108,13 +109,13 @@ impl Identity {
     }
 }
 
-impl fmt::Display for Identity {
+impl fmt::Display for FleetIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.role, self.name)
     }
 }
 
-impl FromStr for Identity {
+impl FromStr for FleetIdentity {
     type Err = String;
 
     fn from_str(uri: &str) -> Result<Self, String> {
@@ -126,7 +127,7 @@ impl FromStr for Identity {
         };
         let decode_name = |text: &str| {
             let name_text = percent_decode_str(text).decode_utf8().map_err(|_| invalid_message("not UTF-8"))?;
-            name_text.parse::<Name>().map_err(|reason| invalid_message(&reason))
+            name_text.parse::<IdentityName>().map_err(|reason| invalid_message(&reason))
         };
         let role = role.parse().map_err(|reason: String| invalid_message(&reason))?;
         Ok(Self { fleet: decode_name(fleet)?, role, name: decode_name(name)? })
@@ -142,10 +143,10 @@ mod tests {
         for (name, escaped_name) in
             [("s1", "s1"), ("server.one_2-a~", "server.one_2-a~"), ("a/b", "a%2Fb"), ("ä", "%C3%A4")]
         {
-            for role in Role::ALL {
-                let identity = Identity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
-                assert_eq!(identity.uri(), format!("coreward://prod/{role}/{escaped_name}"));
-                assert_eq!(identity.uri().parse(), Ok(identity));
+            for role in FleetRole::ALL {
+                let identity = FleetIdentity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
+                assert_eq!(identity.identity_uri(), format!("coreward://prod/{role}/{escaped_name}"));
+                assert_eq!(identity.identity_uri().parse(), Ok(identity));
             }
         }
     }
@@ -166,7 +167,7 @@ mod tests {
         ];
         for (uri, reason) in cases {
             let expected = format!("{uri:?}: {reason}: expected coreward://FLEET/ROLE/NAME");
-            assert_eq!(uri.parse::<Identity>(), Err(expected));
+            assert_eq!(uri.parse::<FleetIdentity>(), Err(expected));
         }
     }
 }

@@ -10,15 +10,15 @@ use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio_rustls::TlsStream;
 
-use crate::failure::Failure;
+use crate::failure::PeerConnectionFailure;
 
 #[derive(Debug)]
-pub enum Io {
+pub enum PlainOrTlsStream {
     Plain(TcpStream),
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-impl Io {
+impl PlainOrTlsStream {
     /// Moves the socket to another Tokio runtime. Fails if its file descriptor cannot be duplicated.
     pub(crate) fn move_to_runtime(&mut self, runtime: &Handle) -> io::Result<()> {
         let stream = match self {
@@ -35,7 +35,7 @@ impl Io {
 /// Replaces the message of a TLS alert error by a description for the operator.
 fn with_alert_text(error: io::Error) -> io::Error {
     match error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) {
-        true => io::Error::new(error.kind(), Failure::of(&error)),
+        true => io::Error::new(error.kind(), PeerConnectionFailure::from_io_error(&error)),
         false => error,
     }
 }
@@ -43,11 +43,11 @@ fn with_alert_text(error: io::Error) -> io::Error {
 macro_rules! forward {
     ($self:ident, $io:ident => $call:expr) => {
         match $self.get_mut() {
-            Io::Plain(stream) => {
+            PlainOrTlsStream::Plain(stream) => {
                 let $io = Pin::new(stream);
                 $call
             }
-            Io::Tls(stream) => {
+            PlainOrTlsStream::Tls(stream) => {
                 let $io = Pin::new(stream.as_mut());
                 $call
             }
@@ -55,14 +55,14 @@ macro_rules! forward {
     };
 }
 
-impl AsyncRead for Io {
+impl AsyncRead for PlainOrTlsStream {
     fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let outcome = ready!(forward!(self, io => io.poll_read(context, buffer)));
         Poll::Ready(outcome.map_err(with_alert_text))
     }
 }
 
-impl AsyncWrite for Io {
+impl AsyncWrite for PlainOrTlsStream {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let outcome = ready!(forward!(self, io => io.poll_write(context, bytes)));
         Poll::Ready(outcome.map_err(with_alert_text))

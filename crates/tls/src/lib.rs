@@ -1,9 +1,9 @@
 //! Mutual TLS 1.3 between the daemons.
 //!
 //! Each daemon has a certificate that the fleet's authority signed and that contains its [`identity`]. Both sides of a
-//! connection verify the peer's certificate ([`verify`]). Further permissions depend on the [`Caller`]. Certificate
-//! files are read again when they change ([`Tls`]). A connection is closed when the peer's certificate expires or is
-//! revoked.
+//! connection verify the peer's certificate ([`verify`]). Further permissions depend on the [`ConnectionCaller`].
+//! Certificate files are read again when they change ([`ReloadableCredentials`]). A connection is closed when the
+//! peer's certificate expires or is revoked.
 //!
 //! * [`acceptor`], [`connect`]: the accepting and the connecting side
 //! * [`table`]: the table `[tls]` in a daemon's configuration file
@@ -28,10 +28,10 @@ mod tls;
 pub mod verify;
 
 pub use acceptor::{AcceptedConnection, AcceptorLimits, ConnectionAcceptor};
-pub use caller::Caller;
+pub use caller::ConnectionCaller;
 pub use credentials::{CredentialError, CredentialFiles, read_certificates};
 pub use disk::write_secret;
 pub use file_watcher::FileWatcher;
-pub use identity::{Identity, Name, Role};
-pub use tls::Tls;
+pub use identity::{FleetIdentity, FleetRole, IdentityName};
+pub use tls::ReloadableCredentials;
 pub use verify::ClientCertificatePolicy;

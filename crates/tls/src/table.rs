@@ -3,16 +3,16 @@
 use std::path::PathBuf;
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{FromToml, Reader, Spanned, config_struct, parse_text, serde_json};
+use coreward_config::{FromToml, Spanned, TomlReader, config_struct, parse_text, serde_json};
 use serde_json::{Value, json};
 
-use crate::certificate::Fingerprint;
+use crate::certificate::CertificateFingerprint;
 use crate::credentials::{CredentialFiles, Credentials};
-use crate::tls::Tls;
+use crate::tls::ReloadableCredentials;
 
 config_struct! {
     /// Own certificate and trusted authorities. Without this table connections are neither encrypted nor authenticated.
-    struct TlsTable {
+    struct TlsConfigTable {
         /// File with the authorities' certificates (PEM), relative to this file; several during the replacement of an
         /// authority.
         ca: Spanned<PathBuf>,
@@ -25,8 +25,8 @@ config_struct! {
 
 /// Reads `[tls]` and checks that its files are usable, even if other keys of the configuration are wrong.
 impl FromToml for CredentialFiles {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        let TlsTable { ca, certificate, key } = TlsTable::read(value, reader)?;
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
+        let TlsConfigTable { ca, certificate, key } = TlsConfigTable::read(value, reader)?;
         let files = Self {
             ca_path: reader.resolve_path(ca.get_ref()),
             certificate_path: reader.resolve_path(certificate.get_ref()),
@@ -45,26 +45,28 @@ impl FromToml for CredentialFiles {
         is_usable.then_some(files)
     }
 
-    fn expected() -> String {
-        TlsTable::expected()
+    fn describe_valid_values() -> String {
+        TlsConfigTable::describe_valid_values()
     }
 
     fn schema() -> Value {
-        TlsTable::schema()
+        TlsConfigTable::schema()
     }
 }
 
 /// Loads the credentials of the table `[tls]`, or returns `None` if the table is absent. Fails if a file is unusable.
-pub fn load(files: Option<&CredentialFiles>) -> anyhow::Result<Option<std::sync::Arc<Tls>>> {
-    Ok(files.cloned().map(Tls::load).transpose()?)
+pub fn load_tls_credentials(
+    files: Option<&CredentialFiles>,
+) -> anyhow::Result<Option<std::sync::Arc<ReloadableCredentials>>> {
+    Ok(files.cloned().map(ReloadableCredentials::load_from_files).transpose()?)
 }
 
-impl FromToml for Fingerprint {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+impl FromToml for CertificateFingerprint {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, str::parse)
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "the SHA-256 of a certificate, as `coreward certs show` prints it".to_owned()
     }
 

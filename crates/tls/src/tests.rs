@@ -1,5 +1,7 @@
 //! Tests of which peers are accepted and rejected, over loopback.
 
+mod interrupted;
+
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,33 +12,34 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::StreamExt as _;
 
 use crate::acceptor::AcceptedConnection;
-use crate::authority::{Authority, DAY, RolloverStep, Validity};
-use crate::certificate::{Fingerprint, unix_now};
-use crate::connect::Connector;
+use crate::authority::{CertificateAuthority, CertificateValidity, DAY, RolloverStep};
+use crate::certificate::{CertificateFingerprint, unix_now};
+use crate::connect::GrpcConnector;
 use crate::disk::interruption;
-use crate::failure::{FailureCounters, FailureReason};
-use crate::identity::{Identity, Name, Role};
-use crate::io::Io;
+use crate::failure::{ConnectionFailureCounters, ConnectionFailureReason};
+use crate::identity::{FleetIdentity, FleetRole, IdentityName};
+use crate::io::PlainOrTlsStream;
 use crate::verify::RevocationList;
 use crate::{
-    AcceptorLimits, Caller, ClientCertificatePolicy, ConnectionAcceptor, CredentialFiles, Tls, read_certificates,
+    AcceptorLimits, ClientCertificatePolicy, ConnectionAcceptor, ConnectionCaller, CredentialFiles,
+    ReloadableCredentials, read_certificates,
 };
 
-const TIMEOUT: Duration = Duration::from_secs(30);
-const ACCEPTED_ROLES: &[Role] = &[Role::Agent, Role::Lb];
+const TLS_TEST_TIMEOUT: Duration = Duration::from_secs(30);
+const ACCEPTED_ROLES: &[FleetRole] = &[FleetRole::Agent, FleetRole::Lb];
 
 /// Fleet of a test, with its certificate authority.
 struct TestFleet {
     directory: tempfile::TempDir,
-    name: Name,
-    authority: Authority,
+    name: IdentityName,
+    authority: CertificateAuthority,
 }
 
 impl TestFleet {
     fn new(name: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let name: Name = name.parse().unwrap();
-        let authority = Authority::init(&directory.path().join("authority"), &name, 30 * DAY).unwrap();
+        let name: IdentityName = name.parse().unwrap();
+        let authority = CertificateAuthority::init(&directory.path().join("authority"), &name, 30 * DAY).unwrap();
         Self { directory, name, authority }
     }
 
@@ -44,19 +47,19 @@ impl TestFleet {
         self.directory.path().join(name)
     }
 
-    fn issue_certificate_bundle(&self, role: Role, name: &str, validity: Validity) -> CredentialFiles {
+    fn issue_certificate_bundle(&self, role: FleetRole, name: &str, validity: CertificateValidity) -> CredentialFiles {
         self.try_issue_certificate_bundle(role, name, validity).unwrap()
     }
 
     fn try_issue_certificate_bundle(
         &self,
-        role: Role,
+        role: FleetRole,
         name: &str,
-        validity: Validity,
+        validity: CertificateValidity,
     ) -> anyhow::Result<CredentialFiles> {
-        let identity = Identity { fleet: self.name.clone(), role, name: name.parse().unwrap() };
+        let identity = FleetIdentity { fleet: self.name.clone(), role, name: name.parse().unwrap() };
         let bundle_path = self.certificate_bundle_path(name);
-        self.authority.issue(&identity, &[], validity)?.write_files(&bundle_path, &self.authority)?;
+        self.authority.issue_certificate(&identity, &[], validity)?.write_files(&bundle_path, &self.authority)?;
         Ok(CredentialFiles {
             ca_path: bundle_path.join("ca.crt"),
             certificate_path: bundle_path.join("own.crt"),
@@ -64,8 +67,13 @@ impl TestFleet {
         })
     }
 
-    fn issue_and_load_tls(&self, role: Role, name: &str) -> Arc<Tls> {
-        Tls::load(self.issue_certificate_bundle(role, name, Validity::from_now(DAY))).unwrap()
+    fn issue_and_load_tls(&self, role: FleetRole, name: &str) -> Arc<ReloadableCredentials> {
+        ReloadableCredentials::load_from_files(self.issue_certificate_bundle(
+            role,
+            name,
+            CertificateValidity::from_now(DAY),
+        ))
+        .unwrap()
     }
 }
 
@@ -73,15 +81,15 @@ impl TestFleet {
 struct TestListener {
     address: SocketAddr,
     acceptor: Arc<ConnectionAcceptor>,
-    failure_counters: Arc<FailureCounters>,
+    failure_counters: Arc<ConnectionFailureCounters>,
     revocation_list: RevocationList,
 }
 
 impl TestListener {
-    async fn start(tls: Option<Arc<Tls>>, limits: AcceptorLimits) -> Self {
+    async fn start(tls: Option<Arc<ReloadableCredentials>>, limits: AcceptorLimits) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (failures, revoked) = (Arc::new(FailureCounters::default()), RevocationList::default());
+        let (failures, revoked) = (Arc::new(ConnectionFailureCounters::default()), RevocationList::default());
         let acceptor = match tls {
             Some(tls) => {
                 let (client_certificates, revoked) = (ClientCertificatePolicy::Required, revoked.clone());
@@ -107,32 +115,36 @@ impl TestListener {
     }
 
     /// Connects with the credentials in `tls`. Returns the listener's answer, or the error as text.
-    async fn connect_and_read_answer(&self, tls: &Arc<Tls>) -> Result<String, String> {
-        let connector = Connector::new(self.address, Some((tls.clone(), &[Role::Controller])));
+    async fn connect_and_read_answer(&self, tls: &Arc<ReloadableCredentials>) -> Result<String, String> {
+        let connector = GrpcConnector::new(self.address, Some((tls.clone(), &[FleetRole::Controller])));
         let mut stream = connector.connect().await.map_err(|error| error.to_string())?;
         request_identity(&mut stream).await
     }
 
-    fn has_failed(&self, reason: FailureReason) -> bool {
+    fn has_counted_failure(&self, reason: ConnectionFailureReason) -> bool {
         self.failure_counters
-            .counts_by_reason()
+            .failure_counts_by_reason()
             .iter()
             .any(|(failure_reason, count)| *failure_reason == reason && *count > 0)
     }
 
-    async fn wait_for_failure(&self, reason: FailureReason) {
+    async fn wait_for_failure(&self, reason: ConnectionFailureReason) {
         let wait_for_counter = async {
-            while !self.has_failed(reason) {
+            while !self.has_counted_failure(reason) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        let wait_result = tokio::time::timeout(TIMEOUT, wait_for_counter).await;
-        assert!(wait_result.is_ok(), "{reason:?} was not counted: {:?}", self.failure_counters.counts_by_reason());
+        let wait_result = tokio::time::timeout(TLS_TEST_TIMEOUT, wait_for_counter).await;
+        assert!(
+            wait_result.is_ok(),
+            "{reason:?} was not counted: {:?}",
+            self.failure_counters.failure_counts_by_reason()
+        );
     }
 }
 
 async fn answer_with_identity(mut connection: AcceptedConnection) {
-    let caller: Caller = connection.caller().clone();
+    let caller: ConnectionCaller = connection.caller().clone();
     let caller_name = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
     while connection.read_u8().await.is_ok() {
         connection.write_all(format!("{caller_name}\n").as_bytes()).await.unwrap();
@@ -140,7 +152,7 @@ async fn answer_with_identity(mut connection: AcceptedConnection) {
     }
 }
 
-async fn request_identity(stream: &mut Io) -> Result<String, String> {
+async fn request_identity(stream: &mut PlainOrTlsStream) -> Result<String, String> {
     let identity_exchange = async {
         stream.write_all(b"?").await?;
         stream.flush().await?;
@@ -152,7 +164,7 @@ async fn request_identity(stream: &mut Io) -> Result<String, String> {
             }
         }
     };
-    let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(TIMEOUT, identity_exchange).await;
+    let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(TLS_TEST_TIMEOUT, identity_exchange).await;
     answer.expect("an answer in time").map_err(|error| error.to_string())
 }
 
@@ -162,7 +174,7 @@ fn moved_connection_survives_the_end_of_its_first_runtime() {
     let (accept_runtime, serve_runtime, client_runtime) = (start_runtime(), start_runtime(), start_runtime());
     let fleet = TestFleet::new("prod");
     let (controller, balancer) =
-        (fleet.issue_and_load_tls(Role::Controller, "c1"), fleet.issue_and_load_tls(Role::Lb, "lb1"));
+        (fleet.issue_and_load_tls(FleetRole::Controller, "c1"), fleet.issue_and_load_tls(FleetRole::Lb, "lb1"));
     let (client_certificates, failures) = (ClientCertificatePolicy::Required, Arc::default());
     let acceptor = ConnectionAcceptor::with_tls(
         controller,
@@ -175,7 +187,7 @@ fn moved_connection_survives_the_end_of_its_first_runtime() {
     );
     let (connection, client) = accept_runtime.block_on(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connector = Connector::new(listener.local_addr().unwrap(), Some((balancer, &[Role::Controller])));
+        let connector = GrpcConnector::new(listener.local_addr().unwrap(), Some((balancer, &[FleetRole::Controller])));
         let client = client_runtime.spawn(async move { connector.connect().await.unwrap() });
         let connection = Box::pin(acceptor.accepted_connections(listener)).next().await.unwrap().unwrap();
         (connection.move_to_runtime(serve_runtime.handle()).unwrap(), client)
@@ -190,16 +202,20 @@ fn moved_connection_survives_the_end_of_its_first_runtime() {
 async fn certificate_of_same_fleet_identifies_the_peer() {
     let fleet = TestFleet::new("prod");
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
+            .await;
     assert_eq!(
-        listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap(),
+        listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap(),
         "agent s1"
     );
-    assert_eq!(listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
+    assert_eq!(
+        listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Lb, "lb1")).await.unwrap(),
+        "lb lb1"
+    );
     assert!(
-        listener.failure_counters.counts_by_reason().iter().all(|(_, count)| *count == 0),
+        listener.failure_counters.failure_counts_by_reason().iter().all(|(_, count)| *count == 0),
         "{:?}",
-        listener.failure_counters.counts_by_reason()
+        listener.failure_counters.failure_counts_by_reason()
     );
 }
 
@@ -211,34 +227,36 @@ async fn invalid_certificates_are_rejected_with_reason() {
     let foreign_fleet = TestFleet {
         directory: tempfile::tempdir().unwrap(),
         name: "test".parse().unwrap(),
-        authority: Authority::open(&fleet.certificate_bundle_path("authority")).unwrap(),
+        authority: CertificateAuthority::open(&fleet.certificate_bundle_path("authority")).unwrap(),
     };
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
+            .await;
     let now = unix_now();
-    let expired_validity = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
-    let future_validity = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
-    let issue_with_validity =
-        |role, name, validity| Tls::load(fleet.issue_certificate_bundle(role, name, validity)).unwrap();
+    let expired_validity = CertificateValidity { not_before: now - 2 * DAY, not_after: now - DAY };
+    let future_validity = CertificateValidity { not_before: now + DAY, not_after: now + 2 * DAY };
+    let issue_with_validity = |role, name, validity| {
+        ReloadableCredentials::load_from_files(fleet.issue_certificate_bundle(role, name, validity)).unwrap()
+    };
     let cases = [
         (
-            issue_with_validity(Role::Viewer, "v", Validity::from_now(DAY)),
-            FailureReason::WrongRole,
+            issue_with_validity(FleetRole::Viewer, "v", CertificateValidity::from_now(DAY)),
+            ConnectionFailureReason::WrongRole,
             "wrong fleet, role or name",
         ),
         (
-            foreign_fleet.issue_and_load_tls(Role::Agent, "s1"),
-            FailureReason::OtherFleet,
+            foreign_fleet.issue_and_load_tls(FleetRole::Agent, "s1"),
+            ConnectionFailureReason::OtherFleet,
             "its certificate is for controller c1 of fleet prod",
         ),
         (
-            issue_with_validity(Role::Agent, "old", expired_validity),
-            FailureReason::Expired,
+            issue_with_validity(FleetRole::Agent, "old", expired_validity),
+            ConnectionFailureReason::Expired,
             "by the peer's clock it has expired or is not valid yet",
         ),
         (
-            issue_with_validity(Role::Agent, "new", future_validity),
-            FailureReason::NotYetValid,
+            issue_with_validity(FleetRole::Agent, "new", future_validity),
+            ConnectionFailureReason::NotYetValid,
             "by the peer's clock it has expired or is not valid yet",
         ),
     ];
@@ -248,12 +266,17 @@ async fn invalid_certificates_are_rejected_with_reason() {
 }
 
 /// Asserts that a connection with `tls` is rejected. If the fleets differ, the client detects this before the listener.
-async fn assert_rejected(listener: &TestListener, tls: &Arc<Tls>, reason: FailureReason, expected_text: &str) {
+async fn assert_rejected(
+    listener: &TestListener,
+    tls: &Arc<ReloadableCredentials>,
+    reason: ConnectionFailureReason,
+    expected_text: &str,
+) {
     let error = listener.connect_and_read_answer(tls).await.unwrap_err();
     assert!(error.contains(expected_text), "{reason:?}: {error}");
-    if reason == FailureReason::OtherFleet {
+    if reason == ConnectionFailureReason::OtherFleet {
         // The client has sent an alert.
-        listener.wait_for_failure(FailureReason::RejectedByPeer).await;
+        listener.wait_for_failure(ConnectionFailureReason::RejectedByPeer).await;
     } else {
         assert!(error.starts_with("the peer rejects our certificate: "), "{error}");
         listener.wait_for_failure(reason).await;
@@ -264,17 +287,23 @@ async fn assert_rejected(listener: &TestListener, tls: &Arc<Tls>, reason: Failur
 async fn certificates_of_foreign_authorities_are_rejected() {
     let (fleet, other_fleet) = (TestFleet::new("prod"), TestFleet::new("test"));
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
+            .await;
     // The authorities differ, so each side would reject the other. The client is the first to reject.
-    let error = listener.connect_and_read_answer(&other_fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap_err();
+    let error =
+        listener.connect_and_read_answer(&other_fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is signed by no authority in `ca`");
     // The client's authority has the same name as the fleet's, and the client trusts the controller.
     let impostor_fleet = TestFleet::new("prod");
-    let impostor_files = impostor_fleet.issue_certificate_bundle(Role::Agent, "s1", Validity::from_now(DAY));
+    let impostor_files =
+        impostor_fleet.issue_certificate_bundle(FleetRole::Agent, "s1", CertificateValidity::from_now(DAY));
     let impostor_files = CredentialFiles { ca_path: fleet.authority.ca_path(), ..impostor_files };
-    let error = listener.connect_and_read_answer(&Tls::load(impostor_files).unwrap()).await.unwrap_err();
+    let error = listener
+        .connect_and_read_answer(&ReloadableCredentials::load_from_files(impostor_files).unwrap())
+        .await
+        .unwrap_err();
     assert!(error.contains("its signer is not in the peer's `ca`"), "{error}");
-    listener.wait_for_failure(FailureReason::UnknownAuthority).await;
+    listener.wait_for_failure(ConnectionFailureReason::UnknownAuthority).await;
 }
 
 #[tokio::test]
@@ -282,13 +311,13 @@ async fn server_certificate_must_have_the_controller_role() {
     let fleet = TestFleet::new("prod");
     // An agent's certificate does not permit it to act as a server.
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(Role::Agent, "s9")), AcceptorLimits::default()).await;
-    let error = listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap_err();
+        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Agent, "s9")), AcceptorLimits::default()).await;
+    let error = listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
     // A rack controller's certificate permits it to act as a server, but not as a controller.
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(Role::Rack, "r1")), AcceptorLimits::default()).await;
-    let error = listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap_err();
+        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Rack, "r1")), AcceptorLimits::default()).await;
+    let error = listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is for rack r1: expected controller");
 }
 
@@ -296,13 +325,15 @@ async fn server_certificate_must_have_the_controller_role() {
 async fn plain_and_tls_endpoints_reject_each_other() {
     let fleet = TestFleet::new("prod");
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
+            .await;
     let mut plain_stream = TcpStream::connect(listener.address).await.unwrap();
     plain_stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-    listener.wait_for_failure(FailureReason::NotTls).await;
+    listener.wait_for_failure(ConnectionFailureReason::NotTls).await;
     // The client uses TLS, and the listener does not.
     let plain_listener = TestListener::start(None, AcceptorLimits::default()).await;
-    let error = plain_listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s1")).await.unwrap_err();
+    let error =
+        plain_listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s1")).await.unwrap_err();
     assert!(error.contains("does not speak TLS 1.3"), "{error}");
 }
 
@@ -314,31 +345,31 @@ async fn silent_connections_occupy_limited_slots_until_timeout() {
         max_handshakes_per_address: 3,
         ..AcceptorLimits::default()
     };
-    let listener = TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), limits).await;
-    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
+    let listener = TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), limits).await;
+    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
     let mut silent_streams = Vec::new();
     let wait_for_rejection = async {
-        while !listener.has_failed(FailureReason::TooManyConnections) {
+        while !listener.has_counted_failure(ConnectionFailureReason::TooManyConnections) {
             silent_streams.push(TcpStream::connect(listener.address).await.unwrap());
         }
     };
-    tokio::time::timeout(TIMEOUT, wait_for_rejection).await.expect("one too many");
-    listener.wait_for_failure(FailureReason::Timeout).await;
+    tokio::time::timeout(TLS_TEST_TIMEOUT, wait_for_rejection).await.expect("one too many");
+    listener.wait_for_failure(ConnectionFailureReason::Timeout).await;
     let reconnect = async {
         while listener.connect_and_read_answer(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(TIMEOUT, reconnect).await.expect("places are free again");
+    tokio::time::timeout(TLS_TEST_TIMEOUT, reconnect).await.expect("places are free again");
 }
 
 #[tokio::test]
 async fn number_of_connections_per_identity_is_limited() {
     let fleet = TestFleet::new("prod");
     let limits = AcceptorLimits { max_connections_per_identity: 2, ..AcceptorLimits::default() };
-    let listener = TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), limits).await;
-    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
-    let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
+    let listener = TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), limits).await;
+    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
+    let connector = GrpcConnector::new(listener.address, Some((agent.clone(), &[FleetRole::Controller])));
     let mut open_streams = Vec::new();
     for _ in 0..2 {
         let mut stream = connector.connect().await.unwrap();
@@ -346,9 +377,9 @@ async fn number_of_connections_per_identity_is_limited() {
         open_streams.push(stream);
     }
     assert!(listener.connect_and_read_answer(&agent).await.is_err());
-    listener.wait_for_failure(FailureReason::TooManyConnections).await;
+    listener.wait_for_failure(ConnectionFailureReason::TooManyConnections).await;
     assert!(
-        listener.connect_and_read_answer(&fleet.issue_and_load_tls(Role::Agent, "s2")).await.is_ok(),
+        listener.connect_and_read_answer(&fleet.issue_and_load_tls(FleetRole::Agent, "s2")).await.is_ok(),
         "others are not concerned"
     );
     drop(open_streams);
@@ -357,7 +388,7 @@ async fn number_of_connections_per_identity_is_limited() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(TIMEOUT, reconnect).await.expect("places are free again");
+    tokio::time::timeout(TLS_TEST_TIMEOUT, reconnect).await.expect("places are free again");
 }
 
 /// Checks that revoking a certificate closes its open connection and rejects new ones.
@@ -365,32 +396,35 @@ async fn number_of_connections_per_identity_is_limited() {
 async fn revocation_closes_open_connections() {
     let fleet = TestFleet::new("prod");
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
-    let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
+        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
+            .await;
+    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
+    let connector = GrpcConnector::new(listener.address, Some((agent.clone(), &[FleetRole::Controller])));
     let mut stream = connector.connect().await.unwrap();
     request_identity(&mut stream).await.unwrap();
-    let fingerprint: Fingerprint = agent.certificates()[0].1.fingerprint.to_string().parse().unwrap();
+    let fingerprint: CertificateFingerprint =
+        agent.labelled_certificates()[0].1.fingerprint.to_string().parse().unwrap();
     listener.revocation_list.replace_fingerprints([fingerprint]);
-    let result = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
+    let result = tokio::time::timeout(TLS_TEST_TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(result.is_err());
     let error = listener.connect_and_read_answer(&agent).await.unwrap_err();
     assert!(error.contains("or revoked"), "{error}");
-    listener.wait_for_failure(FailureReason::Revoked).await;
+    listener.wait_for_failure(ConnectionFailureReason::Revoked).await;
 }
 
 #[tokio::test]
 async fn connection_is_closed_when_certificate_expires() {
     let fleet = TestFleet::new("prod");
     let listener =
-        TestListener::start(Some(fleet.issue_and_load_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
-    let connector = Connector::new(listener.address, Some((agent, &[Role::Controller])));
+        TestListener::start(Some(fleet.issue_and_load_tls(FleetRole::Controller, "c1")), AcceptorLimits::default())
+            .await;
+    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
+    let connector = GrpcConnector::new(listener.address, Some((agent, &[FleetRole::Controller])));
     let mut stream = connector.connect().await.unwrap();
     listener.acceptor.close_invalid_connections_at(unix_now() + DAY / 2);
     request_identity(&mut stream).await.expect("the certificate is still valid");
     listener.acceptor.close_invalid_connections_at(unix_now() + 2 * DAY);
-    let result = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
+    let result = tokio::time::timeout(TLS_TEST_TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(result.is_err());
 }
 
@@ -399,32 +433,32 @@ async fn connection_is_closed_when_certificate_expires() {
 #[tokio::test]
 async fn authority_replacement_causes_no_rejections() {
     let fleet = TestFleet::new("prod");
-    let controller = fleet.issue_and_load_tls(Role::Controller, "c1");
-    let agent = fleet.issue_and_load_tls(Role::Agent, "s1");
+    let controller = fleet.issue_and_load_tls(FleetRole::Controller, "c1");
+    let agent = fleet.issue_and_load_tls(FleetRole::Agent, "s1");
     let listener = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
-    let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
+    let connector = GrpcConnector::new(listener.address, Some((agent.clone(), &[FleetRole::Controller])));
     let mut open_stream = connector.connect().await.unwrap();
-    let renew_certificate = |role, name, tls: &Arc<Tls>| {
-        fleet.issue_certificate_bundle(role, name, Validity::from_now(DAY));
-        tls.reload().unwrap();
+    let renew_certificate = |role, name, tls: &Arc<ReloadableCredentials>| {
+        fleet.issue_certificate_bundle(role, name, CertificateValidity::from_now(DAY));
+        tls.reload_credentials().unwrap();
     };
-    let old_certificates = controller.certificates();
+    let old_certificates = controller.labelled_certificates();
     for step in [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish] {
-        fleet.authority.roll_over(step, 30 * DAY).unwrap();
+        fleet.authority.perform_rollover_step(step, 30 * DAY).unwrap();
         // First only the agent completes the step, and then the controller does, too.
-        renew_certificate(Role::Agent, "s1", &agent);
+        renew_certificate(FleetRole::Agent, "s1", &agent);
         assert_eq!(listener.connect_and_read_answer(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
-        renew_certificate(Role::Controller, "c1", &controller);
+        renew_certificate(FleetRole::Controller, "c1", &controller);
         assert_eq!(listener.connect_and_read_answer(&agent).await.unwrap(), "agent s1", "{step:?}: both");
         if step != RolloverStep::Finish {
             assert_eq!(request_identity(&mut open_stream).await.unwrap(), "agent s1");
         }
     }
     // The old authority is no longer trusted, so only a client with a new certificate can reconnect.
-    let result = tokio::time::timeout(TIMEOUT, open_stream.read_u8()).await.expect("an end in time");
+    let result = tokio::time::timeout(TLS_TEST_TIMEOUT, open_stream.read_u8()).await.expect("an end in time");
     assert!(result.is_err());
-    assert!(fleet.authority.roll_over(RolloverStep::Finish, DAY).is_err(), "it is over");
-    let new_certificates = controller.certificates();
+    assert!(fleet.authority.perform_rollover_step(RolloverStep::Finish, DAY).is_err(), "it is over");
+    let new_certificates = controller.labelled_certificates();
     assert_eq!((old_certificates.len(), new_certificates.len()), (2, 2));
     assert_ne!(old_certificates[1].1.fingerprint, new_certificates[1].1.fingerprint, "another authority");
 }
@@ -432,19 +466,21 @@ async fn authority_replacement_causes_no_rejections() {
 #[tokio::test]
 async fn failed_reload_keeps_the_old_credentials() {
     let fleet = TestFleet::new("prod");
-    let files = fleet.issue_certificate_bundle(Role::Agent, "s1", Validity::from_now(DAY));
-    let agent = Tls::load(files.clone()).unwrap();
-    let other_files = fleet.issue_certificate_bundle(Role::Agent, "s2", Validity::from_now(DAY));
-    let reload_error = |tls: &Tls| tls.reload().unwrap_err().to_string();
+    let files = fleet.issue_certificate_bundle(FleetRole::Agent, "s1", CertificateValidity::from_now(DAY));
+    let agent = ReloadableCredentials::load_from_files(files.clone()).unwrap();
+    let other_files = fleet.issue_certificate_bundle(FleetRole::Agent, "s2", CertificateValidity::from_now(DAY));
+    let reload_error_text = |tls: &ReloadableCredentials| tls.reload_credentials().unwrap_err().to_string();
 
     std::fs::copy(&other_files.key_path, &files.key_path).unwrap();
-    assert!(reload_error(&agent).contains("expected the key of"), "{}", reload_error(&agent));
+    assert!(reload_error_text(&agent).contains("expected the key of"), "{}", reload_error_text(&agent));
     std::fs::copy(&other_files.certificate_path, &files.certificate_path).unwrap();
-    assert!(reload_error(&agent).ends_with("it is for agent s2, and this process is agent s1: expected a restart"));
+    assert!(
+        reload_error_text(&agent).ends_with("it is for agent s2, and this process is agent s1: expected a restart")
+    );
     std::fs::write(&files.ca_path, "").unwrap();
-    assert!(reload_error(&agent).ends_with("ca.crt: no certificate in it: expected at least one, in PEM"));
+    assert!(reload_error_text(&agent).ends_with("ca.crt: no certificate in it: expected at least one, in PEM"));
     std::fs::copy(&other_files.certificate_path, &files.ca_path).unwrap();
-    assert!(reload_error(&agent).contains("cannot sign certificates: expected certificates of authorities"));
+    assert!(reload_error_text(&agent).contains("cannot sign certificates: expected certificates of authorities"));
     assert_eq!(agent.identity().to_string(), "agent s1");
 }
 
@@ -453,114 +489,30 @@ fn key_files_are_private_and_expiry_causes_warning() {
     use std::os::unix::fs::PermissionsExt as _;
     let fleet = TestFleet::new("prod");
     let now = unix_now();
-    let expiring_validity = Validity { not_before: now - 9 * DAY, not_after: now + DAY + Duration::from_secs(5) };
-    let files = fleet.issue_certificate_bundle(Role::Agent, "s1", expiring_validity);
-    let file_mode = |path: &PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    assert_eq!((file_mode(&files.key_path), file_mode(&files.certificate_path)), (0o600, 0o644));
-    assert_eq!(file_mode(&fleet.certificate_bundle_path("authority").join("authority.key")), 0o600);
-    assert_eq!(Tls::load(files.clone()).unwrap().warnings(), ["our certificate ends in 1day: `coreward certs renew`"]);
-    std::fs::set_permissions(&files.key_path, std::fs::Permissions::from_mode(0o640)).unwrap();
-    assert!(Tls::load(files.clone()).unwrap_err().to_string().contains("expected `chmod 600"));
+    let expiring_validity =
+        CertificateValidity { not_before: now - 9 * DAY, not_after: now + DAY + Duration::from_secs(5) };
+    let files = fleet.issue_certificate_bundle(FleetRole::Agent, "s1", expiring_validity);
+    let file_permission_bits = |path: &PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((file_permission_bits(&files.key_path), file_permission_bits(&files.certificate_path)), (0o600, 0o644));
+    assert_eq!(file_permission_bits(&fleet.certificate_bundle_path("authority").join("authority.key")), 0o600);
     assert_eq!(
-        read_certificates(&files.certificate_path).unwrap()[0].identity.as_ref().unwrap().uri(),
+        ReloadableCredentials::load_from_files(files.clone()).unwrap().warnings(),
+        ["our certificate ends in 1day: `coreward certs renew`"]
+    );
+    std::fs::set_permissions(&files.key_path, std::fs::Permissions::from_mode(0o640)).unwrap();
+    assert!(
+        ReloadableCredentials::load_from_files(files.clone()).unwrap_err().to_string().contains("expected `chmod 600")
+    );
+    assert_eq!(
+        read_certificates(&files.certificate_path).unwrap()[0].identity.as_ref().unwrap().identity_uri(),
         "coreward://prod/agent/s1"
     );
     // No certificate may outlive the authority that signs it.
-    let identity = Identity { fleet: fleet.name.clone(), role: Role::Agent, name: "s1".parse().unwrap() };
-    let error = fleet.authority.issue(&identity, &[], Validity::from_now(31 * DAY)).err().unwrap();
+    let identity = FleetIdentity { fleet: fleet.name.clone(), role: FleetRole::Agent, name: "s1".parse().unwrap() };
+    let error =
+        fleet.authority.issue_certificate(&identity, &[], CertificateValidity::from_now(31 * DAY)).err().unwrap();
     assert!(
         error.to_string().starts_with("the authority ends before this certificate would: expected at most 29 days"),
         "{error}"
     );
-}
-
-/// Interrupts each step after every change of a file. The certificates are then valid, or the error names the remedy.
-/// Every other step is rejected, and the same step can be completed.
-#[tokio::test]
-async fn interrupted_rollover_step_is_completed_by_the_same_command() {
-    const ROLLOVER_STEPS: [RolloverStep; 3] = [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish];
-    for (position, interrupted) in ROLLOVER_STEPS.into_iter().enumerate() {
-        let mut change_count = 0;
-        loop {
-            let rollover_test = RolloverTest::start().await;
-            for step in &ROLLOVER_STEPS[..position] {
-                rollover_test.execute_rollover_step(*step).await;
-            }
-            let step_result = interruption::interrupt_after(change_count, || {
-                rollover_test.fleet.authority.roll_over(interrupted, 30 * DAY)
-            });
-            let Err(error) = step_result else { break };
-            let at = format!("{interrupted:?} after {change_count} changes");
-            assert!(format!("{error:#}").contains("interrupted"), "{at}: {error:#}");
-            match rollover_test.fleet.try_issue_certificate_bundle(Role::Agent, "s1", Validity::from_now(DAY)) {
-                Ok(_) => rollover_test.assert_mutual_trust(&at).await,
-                Err(error) => {
-                    assert!(error.to_string().contains("`coreward certs roll-over switch` again"), "{at}: {error}")
-                }
-            }
-            for other in ROLLOVER_STEPS.into_iter().filter(|step| *step != interrupted) {
-                assert!(
-                    rollover_test.fleet.authority.roll_over(other, 30 * DAY).is_err(),
-                    "{at}: {other:?} is rejected"
-                );
-            }
-            for step in &ROLLOVER_STEPS[position..] {
-                rollover_test.execute_rollover_step(*step).await;
-            }
-            change_count += 1;
-        }
-        assert!(change_count > 1, "{interrupted:?} changes {change_count} files");
-    }
-}
-
-#[test]
-fn interrupted_init_is_completed_by_the_same_command() {
-    let init_authority = |directory: &Path| Authority::init(directory, &"prod".parse().unwrap(), DAY);
-    for changes in 0.. {
-        let directory = tempfile::tempdir().unwrap();
-        if interruption::interrupt_after(changes, || init_authority(directory.path())).is_ok() {
-            return assert!(changes > 2);
-        }
-        assert!(Authority::open(directory.path()).is_err(), "after {changes} changes");
-        let identity = Identity { fleet: "prod".parse().unwrap(), role: Role::Lb, name: "lb1".parse().unwrap() };
-        init_authority(directory.path()).unwrap().issue(&identity, &[], Validity::from_now(DAY / 2)).unwrap();
-    }
-}
-
-/// Controller and agent of a test that replaces the certificate authority.
-struct RolloverTest {
-    fleet: TestFleet,
-    controller: Arc<Tls>,
-    agent: Arc<Tls>,
-    listener: TestListener,
-}
-
-impl RolloverTest {
-    async fn start() -> Self {
-        let fleet = TestFleet::new("prod");
-        let (controller, agent) =
-            (fleet.issue_and_load_tls(Role::Controller, "c1"), fleet.issue_and_load_tls(Role::Agent, "s1"));
-        let listener = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
-        Self { fleet, controller, agent, listener }
-    }
-
-    /// Executes a step of the authority's replacement, and distributes the files that the step wrote.
-    async fn execute_rollover_step(&self, step: RolloverStep) {
-        self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
-        self.fleet.issue_certificate_bundle(Role::Agent, "s1", Validity::from_now(DAY));
-        self.assert_mutual_trust(&format!("{step:?}: the agent first")).await;
-        self.fleet.issue_certificate_bundle(Role::Controller, "c1", Validity::from_now(DAY));
-        self.controller.reload().unwrap();
-        self.assert_mutual_trust(&format!("{step:?}: both")).await;
-    }
-
-    /// Asserts that the agent and the controller trust each other after the agent has reloaded its files.
-    async fn assert_mutual_trust(&self, point_in_time: &str) {
-        self.agent.reload().unwrap();
-        assert_eq!(
-            self.listener.connect_and_read_answer(&self.agent).await.as_deref(),
-            Ok("agent s1"),
-            "{point_in_time}"
-        );
-    }
 }

@@ -9,21 +9,21 @@ use tokio::sync::watch;
 use crate::certificate::{Certificate, unix_now};
 use crate::credentials::{CredentialError, CredentialFiles, Credentials};
 use crate::file_watcher::FileWatcher;
-use crate::identity::Identity;
+use crate::identity::FleetIdentity;
 
 /// Interval between repeated log lines about a certificate that expires soon.
 const EXPIRY_REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
 #[derive(Debug)]
-pub struct Tls {
+pub struct ReloadableCredentials {
     credential_files: CredentialFiles,
     credentials_sender: watch::Sender<Arc<Credentials>>,
     file_watcher: FileWatcher,
 }
 
-impl Tls {
-    pub fn load(files: CredentialFiles) -> Result<Arc<Self>, CredentialError> {
-        let file_watcher = FileWatcher::of([&files.ca_path, &files.certificate_path, &files.key_path]);
+impl ReloadableCredentials {
+    pub fn load_from_files(files: CredentialFiles) -> Result<Arc<Self>, CredentialError> {
+        let file_watcher = FileWatcher::from_paths([&files.ca_path, &files.certificate_path, &files.key_path]);
         let credentials = Arc::new(Credentials::load(&files)?);
         tracing::info!(
             event = "certificate-loaded",
@@ -43,12 +43,12 @@ impl Tls {
         self.credentials_sender.borrow().clone()
     }
 
-    pub fn identity(&self) -> Identity {
+    pub fn identity(&self) -> FleetIdentity {
         self.credentials().identity.clone()
     }
 
     /// Returns the own certificate and the authorities' certificates, each with its value of the metric label.
-    pub fn certificates(&self) -> Vec<(&'static str, Certificate)> {
+    pub fn labelled_certificates(&self) -> Vec<(&'static str, Certificate)> {
         let credentials = self.credentials();
         let authorities = credentials.authorities.iter().map(|authority| ("ca", authority.clone()));
         std::iter::once(("own", credentials.own_certificate.clone())).chain(authorities).collect()
@@ -58,7 +58,7 @@ impl Tls {
     pub fn warnings(&self) -> Vec<String> {
         let now = unix_now();
         let expiring_certificates =
-            self.certificates().into_iter().filter(|(_, certificate)| certificate.is_renewal_due(now));
+            self.labelled_certificates().into_iter().filter(|(_, certificate)| certificate.is_renewal_due(now));
         expiring_certificates
             .map(|(usage, certificate)| match usage {
                 "own" => {
@@ -77,7 +77,7 @@ impl Tls {
     }
 
     /// Reads the files again. Fails and keeps the old credentials if a file is unusable or the identity has changed.
-    pub fn reload(&self) -> Result<(), CredentialError> {
+    pub fn reload_credentials(&self) -> Result<(), CredentialError> {
         self.file_watcher.record_modification_times();
         let new_credentials = Credentials::load(&self.credential_files)?;
         let old_credentials = self.credentials();
@@ -128,7 +128,7 @@ impl Tls {
                     false
                 }
             };
-            if is_reload_due && let Err(error) = self.reload() {
+            if is_reload_due && let Err(error) = self.reload_credentials() {
                 tracing::warn!(
                     event = "certificates-not-reloaded",
                     file = %self.credential_files.certificate_path.display(),

@@ -1,6 +1,6 @@
 //! Verification that the peer's certificate has a trusted authority, a current validity, and an accepted fleet and
-//! role. Daemons do not compare the host, because addresses change. Commands do ([`ExpectedHost`]), because a person
-//! has chosen the host.
+//! role. Daemons do not compare the host, because addresses change. Commands do ([`ExpectedControllerHost`]), because a
+//! person has chosen the host.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,27 +17,27 @@ use rustls::{
     SignatureScheme,
 };
 
-use crate::certificate::{Certificate, Fingerprint};
-use crate::failure::AcceptError;
-use crate::identity::{Identity, Name, Role};
+use crate::certificate::{Certificate, CertificateFingerprint};
+use crate::failure::RejectedIdentityError;
+use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
 /// Fingerprints of revoked certificates. All clones share the same set.
 #[derive(Debug, Clone, Default)]
-pub struct RevocationList(Arc<RwLock<BTreeSet<Fingerprint>>>);
+pub struct RevocationList(Arc<RwLock<BTreeSet<CertificateFingerprint>>>);
 
 impl RevocationList {
-    pub fn replace_fingerprints(&self, fingerprints: impl IntoIterator<Item = Fingerprint>) {
+    pub fn replace_fingerprints(&self, fingerprints: impl IntoIterator<Item = CertificateFingerprint>) {
         *self.0.write() = fingerprints.into_iter().collect();
     }
 
-    pub fn contains(&self, fingerprint: &Fingerprint) -> bool {
+    pub fn contains(&self, fingerprint: &CertificateFingerprint) -> bool {
         self.0.read().contains(fingerprint)
     }
 }
 
 /// Host that a controller's certificate must contain when a client connects to the controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ExpectedHost {
+pub enum ExpectedControllerHost {
     Any,
     /// Host in the URL of the request. A certificate without hosts is also accepted.
     Requested,
@@ -45,31 +45,31 @@ pub enum ExpectedHost {
     OneOf(Vec<String>),
 }
 
-impl ExpectedHost {
+impl ExpectedControllerHost {
     fn check_host(
         &self,
         requested_host: &ServerName<'_>,
         webpki_certificate: &ParsedCertificate<'_>,
         peer_certificate: &Certificate,
-        identity: &Identity,
-    ) -> Result<(), AcceptError> {
+        identity: &FleetIdentity,
+    ) -> Result<(), RejectedIdentityError> {
         let is_valid_for = |host: &ServerName<'_>| verify_server_name(webpki_certificate, host).is_ok();
         let expected_hosts = match self {
             Self::Any => return Ok(()),
             Self::Requested if peer_certificate.hosts.is_empty() || is_valid_for(requested_host) => return Ok(()),
             Self::Requested => requested_host.to_str().into_owned(),
             Self::OneOf(accepted_hosts) => {
-                let is_accepted = |text: &String| {
+                let is_accepted_host = |text: &String| {
                     identity.name.as_str() == text
                         || ServerName::try_from(text.as_str()).is_ok_and(|host| is_valid_for(&host))
                 };
-                if accepted_hosts.iter().any(is_accepted) {
+                if accepted_hosts.iter().any(is_accepted_host) {
                     return Ok(());
                 }
                 accepted_hosts.join(" or ")
             }
         };
-        Err(AcceptError::WrongHost {
+        Err(RejectedIdentityError::WrongHost {
             identity: identity.clone(),
             hosts: peer_certificate.hosts.clone(),
             expected: expected_hosts,
@@ -81,47 +81,50 @@ impl ExpectedHost {
 #[derive(Debug)]
 struct AcceptedPeers {
     /// Required fleet of the peer, or `None` if any fleet is accepted.
-    fleet: Option<Name>,
-    accepted_roles: Vec<Role>,
+    fleet: Option<IdentityName>,
+    accepted_roles: Vec<FleetRole>,
 }
 
 impl AcceptedPeers {
-    fn check_certificate(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Certificate), AcceptError> {
-        let peer_certificate = Certificate::read(certificate).map_err(AcceptError::NoIdentity)?;
+    fn check_certificate(
+        &self,
+        certificate: &CertificateDer<'_>,
+    ) -> Result<(FleetIdentity, Certificate), RejectedIdentityError> {
+        let peer_certificate = Certificate::parse_der(certificate).map_err(RejectedIdentityError::NoIdentity)?;
         let identity = peer_certificate
             .identity
             .clone()
-            .ok_or_else(|| AcceptError::NoIdentity(peer_certificate.subject.clone()))?;
+            .ok_or_else(|| RejectedIdentityError::NoIdentity(peer_certificate.subject.clone()))?;
         if let Some(own_fleet) = self.fleet.clone().filter(|ours| *ours != identity.fleet) {
-            return Err(AcceptError::OtherFleet { identity, own_fleet });
+            return Err(RejectedIdentityError::OtherFleet { identity, own_fleet });
         }
         if !self.accepted_roles.contains(&identity.role) {
-            return Err(AcceptError::WrongRole { identity, expected: self.accepted_roles.clone() });
+            return Err(RejectedIdentityError::WrongRole { identity, expected: self.accepted_roles.clone() });
         }
         Ok((identity, peer_certificate))
     }
 }
 
-fn to_tls_error(accept_error: AcceptError) -> Error {
+fn to_tls_error(accept_error: RejectedIdentityError) -> Error {
     Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(accept_error))))
 }
 
 #[derive(Debug)]
-pub struct ServerVerifier {
+pub struct ServerCertificateVerifier {
     roots: Arc<RootCertStore>,
     signature_algorithms: WebPkiSupportedAlgorithms,
     accepted_peers: AcceptedPeers,
-    expected_host: ExpectedHost,
+    expected_host: ExpectedControllerHost,
 }
 
-impl ServerVerifier {
+impl ServerCertificateVerifier {
     /// Creates a verifier that accepts certificates with one of `roles` in `fleet`, or in any fleet with `None`.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &CryptoProvider,
-        fleet: Option<Name>,
-        roles: &[Role],
-        expected_host: ExpectedHost,
+        fleet: Option<IdentityName>,
+        roles: &[FleetRole],
+        expected_host: ExpectedControllerHost,
     ) -> Self {
         let signature_algorithms = provider.signature_verification_algorithms;
         Self {
@@ -160,7 +163,7 @@ macro_rules! tls13_signature_checks {
     };
 }
 
-impl ServerCertVerifier for ServerVerifier {
+impl ServerCertVerifier for ServerCertificateVerifier {
     fn verify_server_cert(
         &self,
         certificate: &CertificateDer<'_>,
@@ -190,21 +193,21 @@ pub enum ClientCertificatePolicy {
 }
 
 #[derive(Debug)]
-pub struct ClientVerifier {
+pub struct ClientCertificateVerifier {
     chain_verifier: Arc<dyn ClientCertVerifier>,
     signature_algorithms: WebPkiSupportedAlgorithms,
     accepted_peers: AcceptedPeers,
     revocation_list: RevocationList,
 }
 
-impl ClientVerifier {
+impl ClientCertificateVerifier {
     /// Creates a verifier that accepts certificates with one of `roles` in `fleet`, unless they are revoked. Fails if
     /// `roots` is empty.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &Arc<CryptoProvider>,
-        fleet: Name,
-        roles: &[Role],
+        fleet: IdentityName,
+        roles: &[FleetRole],
         certificate_policy: ClientCertificatePolicy,
         revocation_list: RevocationList,
     ) -> anyhow::Result<Self> {
@@ -223,7 +226,7 @@ impl ClientVerifier {
     }
 }
 
-impl ClientCertVerifier for ClientVerifier {
+impl ClientCertVerifier for ClientCertificateVerifier {
     fn offer_client_auth(&self) -> bool {
         self.chain_verifier.offer_client_auth()
     }
@@ -245,7 +248,7 @@ impl ClientCertVerifier for ClientVerifier {
         let chain_verified = self.chain_verifier.verify_client_cert(certificate, intermediates, now)?;
         let (identity, peer_certificate) = self.accepted_peers.check_certificate(certificate).map_err(to_tls_error)?;
         if self.revocation_list.contains(&peer_certificate.fingerprint) {
-            return Err(to_tls_error(AcceptError::Revoked(identity)));
+            return Err(to_tls_error(RejectedIdentityError::Revoked(identity)));
         }
         Ok(chain_verified)
     }

@@ -10,12 +10,12 @@ const RATE_LOAD_SAMPLE_COUNT: usize = 6;
 
 /// Newest answers of the controller, whose contents the page shows.
 #[derive(Debug, Default)]
-pub struct Model {
+pub struct PageModel {
     /// Newest status of the fleet: everything except the loads.
     pub status: Option<Status>,
     /// Load samples from the oldest to the newest. All are from the same run of the controller.
     load_samples: VecDeque<Loads>,
-    pub problem: Option<String>,
+    pub request_problem: Option<String>,
 }
 
 /// Answer of the controller to a request, or the error of the request.
@@ -27,16 +27,16 @@ pub enum ControllerAnswer {
     Problem(String),
 }
 
-impl Model {
+impl PageModel {
     pub fn add_answer(&mut self, answer: ControllerAnswer) {
         match answer {
-            ControllerAnswer::Problem(problem) => self.problem = Some(problem),
+            ControllerAnswer::Problem(problem) => self.request_problem = Some(problem),
             ControllerAnswer::Status(status) => {
-                self.problem = None;
+                self.request_problem = None;
                 self.status = Some(*status);
             }
             ControllerAnswer::Loads(loads) => {
-                self.problem = None;
+                self.request_problem = None;
                 // The counters begin at 0 again after a restart of the controller.
                 if self.load_samples.back().is_some_and(|newest_sample| loads.uptime_ms <= newest_sample.uptime_ms) {
                     self.load_samples.clear();
@@ -62,19 +62,19 @@ impl Model {
     }
 
     /// Returns the rate of new connections of each server, per second, by the server's name.
-    pub fn new_connection_rates(&self) -> BTreeMap<&str, f64> {
+    pub fn new_connection_rates_by_server(&self) -> BTreeMap<&str, f64> {
         let new_connection_count = |loads: &'_ ServerLoads| loads.new_connections;
         let Some((oldest, newest, seconds)) = self.oldest_and_newest_load_samples() else { return BTreeMap::new() };
         let old_counts: BTreeMap<&str, u64> =
             oldest.servers.iter().map(|server| (&*server.name, new_connection_count(server))).collect();
-        let compute_rate = |server: &ServerLoads| {
+        let compute_new_connection_rate = |server: &ServerLoads| {
             Some(new_connection_count(server).saturating_sub(*old_counts.get(&*server.name)?) as f64 / seconds)
         };
-        newest.servers.iter().filter_map(|server| Some((&*server.name, compute_rate(server)?))).collect()
+        newest.servers.iter().filter_map(|server| Some((&*server.name, compute_new_connection_rate(server)?))).collect()
     }
 
     /// Returns the packet rates of a load balancer, per second, by the name of the counter.
-    pub fn packet_rates(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
+    pub fn packet_rates_by_counter(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
         let Some((oldest, newest, seconds)) = self.oldest_and_newest_load_samples() else { return BTreeMap::new() };
         let find_load_balancer_index =
             |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
@@ -83,13 +83,13 @@ impl Model {
             return BTreeMap::new();
         };
         let old_counters = &oldest.load_balancers[old_index].counters;
-        let compute_rate = |name: &str, count: &u64| {
+        let compute_packet_rate = |name: &str, count: &u64| {
             count.saturating_sub(old_counters.get(name).copied().unwrap_or(*count)) as f64 / seconds
         };
         newest.load_balancers[new_index]
             .counters
             .iter()
-            .map(|(name, count)| (name.as_str(), compute_rate(name, count)))
+            .map(|(name, count)| (name.as_str(), compute_packet_rate(name, count)))
             .collect()
     }
 

@@ -8,8 +8,8 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Paragraph, Row, Table};
 
-use crate::model::Model;
-use crate::view::{SortOrder, View};
+use crate::model::PageModel;
+use crate::view::{ServerListView, ServerSortOrder};
 
 /// Maximum number of lines for each of the sections services, load balancers and warnings, if not all lines fit.
 const MAX_MINOR_SECTION_LINES: usize = 4;
@@ -17,10 +17,10 @@ const MAX_MINOR_SECTION_LINES: usize = 4;
 const COLUMNS_BEFORE_CORES: u16 = 64;
 
 /// Draws the page, and stores in `view` the number of servers that fit on it.
-pub fn draw_page(frame: &mut Frame<'_>, model: &Model, view: &mut View) {
+pub fn draw_page(frame: &mut Frame<'_>, model: &PageModel, view: &mut ServerListView) {
     let area = frame.area();
     let Some(status) = &model.status else {
-        let message = model.problem.clone().unwrap_or_else(|| "asking the controller ...".to_owned());
+        let message = model.request_problem.clone().unwrap_or_else(|| "asking the controller ...".to_owned());
         return frame.render_widget(Paragraph::new(message), area);
     };
     let warnings = status_warnings(status);
@@ -72,12 +72,12 @@ fn section_heights(wanted_section_lines: [usize; 3], server_count: usize, area: 
     })
 }
 
-fn header_lines<'a>(model: &Model, status: &Status, sort_order: SortOrder) -> Vec<Line<'a>> {
+fn header_lines<'a>(model: &PageModel, status: &Status, sort_order: ServerSortOrder) -> Vec<Line<'a>> {
     let reporting_count = status.servers.iter().filter(|server| server.report_state == ReportState::Fresh).count();
     let core_loads: Vec<f64> =
         model.server_loads_by_name().values().flat_map(|server| server.core_loads.iter().copied()).collect();
     let highest_load = core_loads.iter().copied().fold(0.0, f64::max);
-    let new_connection_rate: f64 = model.new_connection_rates().values().sum();
+    let new_connection_rate: f64 = model.new_connection_rates_by_server().values().sum();
     let open_connection_count: u64 =
         model.server_loads_by_name().values().map(|server| u64::from(server.open_connections)).sum();
     let fleet_line = format!(
@@ -94,14 +94,14 @@ fn header_lines<'a>(model: &Model, status: &Status, sort_order: SortOrder) -> Ve
         highest_load * 100.0,
         format_rate(new_connection_rate)
     );
-    let load_or_problem_line = match &model.problem {
+    let load_or_problem_line = match &model.request_problem {
         Some(problem) => Line::styled(problem.clone(), Style::new().fg(Color::Red)),
         None => Line::raw(load_summary),
     };
     vec![Line::styled(fleet_line, Style::new().add_modifier(Modifier::BOLD)), load_or_problem_line]
 }
 
-fn footer_line<'a>(status: &Status, view: View) -> Line<'a> {
+fn footer_line<'a>(status: &Status, view: ServerListView) -> Line<'a> {
     let (server_count, first) = (status.servers.len(), view.first_visible_row);
     let last_row = (first + view.page_size).min(server_count);
     let range_text = if server_count == 0 {
@@ -113,7 +113,7 @@ fn footer_line<'a>(status: &Status, view: View) -> Line<'a> {
     Line::styled(format!("{range_text}{key_help}"), Style::new().add_modifier(Modifier::DIM))
 }
 
-fn header_row<'a>(names: &[&'a str]) -> Row<'a> {
+fn table_header_row<'a>(names: &[&'a str]) -> Row<'a> {
     Row::new(names.iter().map(|name| Cell::from(*name)).collect::<Vec<_>>())
         .style(Style::new().add_modifier(Modifier::UNDERLINED))
 }
@@ -145,7 +145,7 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
     let [name, policy, consistency, takes, table] = [14, 14, 11, 8, 8].map(Constraint::Length);
     let column_widths = [name, Constraint::Min(20), policy, consistency, takes, table];
     let rows = status.services.iter().map(build_service_row).collect();
-    Table::new(truncate_rows(rows, area.height), column_widths).header(header_row(&[
+    Table::new(truncate_rows(rows, area.height), column_widths).header(table_header_row(&[
         "service",
         "address",
         "policy",
@@ -155,10 +155,10 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
     ]))
 }
 
-fn load_balancers_table<'a>(model: &Model, status: &'a Status, area: Rect) -> Table<'a> {
+fn load_balancers_table<'a>(model: &PageModel, status: &'a Status, area: Rect) -> Table<'a> {
     let build_load_balancer_row = |balancer: &'a LoadBalancer| {
-        let packet_rates = model.packet_rates(&balancer.name);
-        let sum_rates = |has_counted_connections: &dyn Fn(&str) -> bool| {
+        let packet_rates = model.packet_rates_by_counter(&balancer.name);
+        let sum_new_connection_rates = |has_counted_connections: &dyn Fn(&str) -> bool| {
             format_rate(
                 packet_rates.iter().filter(|(name, _)| has_counted_connections(name)).map(|(_, rate)| rate).sum(),
             )
@@ -173,14 +173,14 @@ fn load_balancers_table<'a>(model: &Model, status: &'a Status, area: Rect) -> Ta
             Cell::from(balancer.name.as_str()),
             Cell::from(state).style(Style::new().fg(colour)),
             Cell::from(balancer.state.as_ref().map_or("-", |state| state.xdp_mode.as_str())),
-            Cell::from(sum_rates(&|_| true)),
-            Cell::from(sum_rates(&|name| name == "new_connection")),
-            Cell::from(sum_rates(&|name| name.starts_with("drop_"))),
+            Cell::from(sum_new_connection_rates(&|_| true)),
+            Cell::from(sum_new_connection_rates(&|name| name == "new_connection")),
+            Cell::from(sum_new_connection_rates(&|name| name.starts_with("drop_"))),
         ])
     };
     let column_widths = [16, 13, 8, 11, 11, 11].map(Constraint::Length);
     let rows = status.load_balancers.iter().map(build_load_balancer_row).collect();
-    Table::new(truncate_rows(rows, area.height), column_widths).header(header_row(&[
+    Table::new(truncate_rows(rows, area.height), column_widths).header(table_header_row(&[
         "load balancer",
         "state",
         "XDP",
@@ -190,17 +190,17 @@ fn load_balancers_table<'a>(model: &Model, status: &'a Status, area: Rect) -> Ta
     ]))
 }
 
-fn servers_table<'a>(model: &Model, status: &'a Status, view: View, area: Rect) -> Table<'a> {
-    let (loads, rates) = (model.server_loads_by_name(), model.new_connection_rates());
+fn servers_table<'a>(model: &PageModel, status: &'a Status, view: ServerListView, area: Rect) -> Table<'a> {
+    let (loads, rates) = (model.server_loads_by_name(), model.new_connection_rates_by_server());
     let new_connection_rate = |server: &Server| rates.get(server.name.as_str()).copied();
     let mean_load_of = |server: &Server| loads.get(server.name.as_str()).and_then(|loads| mean(&loads.core_loads));
     let mut servers: Vec<&'a Server> = status.servers.iter().collect();
     match view.order {
-        SortOrder::Name => servers.sort_by(|a, b| a.name.cmp(&b.name)),
-        SortOrder::Load => {
+        ServerSortOrder::Name => servers.sort_by(|a, b| a.name.cmp(&b.name)),
+        ServerSortOrder::Load => {
             servers.sort_by(|a, b| mean_load_of(b).unwrap_or(-1.0).total_cmp(&mean_load_of(a).unwrap_or(-1.0)))
         }
-        SortOrder::NewConnections => servers
+        ServerSortOrder::NewConnections => servers
             .sort_by(|a, b| new_connection_rate(b).unwrap_or(-1.0).total_cmp(&new_connection_rate(a).unwrap_or(-1.0))),
     }
     let core_columns = usize::from(area.width.saturating_sub(COLUMNS_BEFORE_CORES));
@@ -212,7 +212,7 @@ fn servers_table<'a>(model: &Model, status: &'a Status, view: View, area: Rect) 
     let column_widths = [16, 10, 8, 8, 7, 5, 5].map(Constraint::Length).into_iter().chain([Constraint::Min(0)]);
     Table::new(rows, column_widths)
         .column_spacing(1)
-        .header(header_row(&["server", "state", "open", "new/s", "report", "mean", "max", "cores"]))
+        .header(table_header_row(&["server", "state", "open", "new/s", "report", "mean", "max", "cores"]))
 }
 
 fn server_row<'a>(
@@ -262,13 +262,16 @@ fn load_bars<'a>(core_loads: &[f64], core_columns: usize) -> Line<'a> {
 }
 
 fn load_bar<'a>(load: f64) -> Span<'a> {
-    const BARS: [&str; 8] = ["▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"];
+    const LOAD_BAR_CHARACTERS: [&str; 8] = ["▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"];
     let colour = match load {
         ..0.7 => Color::Green,
         0.7..0.9 => Color::Yellow,
         _ => Color::Red,
     };
-    Span::styled(BARS[((load * 8.0) as usize).min(BARS.len() - 1)], Style::new().fg(colour))
+    Span::styled(
+        LOAD_BAR_CHARACTERS[((load * 8.0) as usize).min(LOAD_BAR_CHARACTERS.len() - 1)],
+        Style::new().fg(colour),
+    )
 }
 
 /// Returns a rate as text, such as "0.3", "12" or "3.4k".

@@ -6,17 +6,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use coreward_http::client::Client;
+use coreward_http::client::ControllerClient;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::model::{ControllerAnswer, Model};
+use crate::model::{ControllerAnswer, PageModel};
 use crate::page::{draw_page, full_page_height};
-use crate::view::View;
+use crate::view::ServerListView;
 
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+const CONTROLLER_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after a slow answer, as a multiple of the time that the answer took. It limits the load of the controller,
 /// because the status of a large fleet has several MB.
 const SLOW_ANSWER_PAUSE_FACTOR: u32 = 4;
@@ -25,9 +25,9 @@ const TEXT_PAGE_COLUMNS: u16 = 120;
 const MAX_TEXT_PAGE_LINES: u16 = 400;
 
 /// Shows the page until the user presses q. On request or without a terminal, only returns the page as text.
-pub fn run(client: &Client, print_once: bool) -> anyhow::Result<Option<String>> {
+pub fn run_top(client: &ControllerClient, print_once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut model = Model::default();
+    let mut model = PageModel::default();
     runtime.block_on(async {
         model.add_answer(ControllerAnswer::Status(Box::new(client.status(false).await?)));
         model.add_answer(ControllerAnswer::Loads(client.loads().await?));
@@ -36,7 +36,7 @@ pub fn run(client: &Client, print_once: bool) -> anyhow::Result<Option<String>> 
     if print_once || !std::io::stdout().is_terminal() {
         // A rate can only be computed from two samples.
         runtime.block_on(async {
-            tokio::time::sleep(POLL_INTERVAL).await;
+            tokio::time::sleep(CONTROLLER_POLL_INTERVAL).await;
             model.add_answer(ControllerAnswer::Loads(client.loads().await?));
             anyhow::Ok(())
         })?;
@@ -72,7 +72,7 @@ async fn wait_for_signal() -> std::io::Result<()> {
 }
 
 /// Polls the controller until the receiver of its answers is dropped.
-async fn poll_controller(client: &Client, answer_sender: &Sender<ControllerAnswer>) {
+async fn poll_controller(client: &ControllerClient, answer_sender: &Sender<ControllerAnswer>) {
     loop {
         let start_time = Instant::now();
         let answers = match (client.loads().await, client.status(false).await) {
@@ -85,18 +85,20 @@ async fn poll_controller(client: &Client, answer_sender: &Sender<ControllerAnswe
             }
         }
         let poll_duration = start_time.elapsed();
-        tokio::time::sleep(POLL_INTERVAL.saturating_sub(poll_duration).max(poll_duration * SLOW_ANSWER_PAUSE_FACTOR))
-            .await;
+        tokio::time::sleep(
+            CONTROLLER_POLL_INTERVAL.saturating_sub(poll_duration).max(poll_duration * SLOW_ANSWER_PAUSE_FACTOR),
+        )
+        .await;
     }
 }
 
 fn run_event_loop(
     terminal: &mut ratatui::DefaultTerminal,
-    mut model: Model,
+    mut model: PageModel,
     answer_receiver: &Receiver<ControllerAnswer>,
     stop_flag: &AtomicBool,
 ) -> anyhow::Result<()> {
-    let mut view = View::default();
+    let mut view = ServerListView::default();
     while !stop_flag.load(Ordering::Relaxed) {
         terminal.draw(|frame| draw_page(frame, &model, &mut view))?;
         // The page is drawn at least every 200 ms, because there may be new answers, and at once after a key.
@@ -115,10 +117,10 @@ fn run_event_loop(
 }
 
 /// Returns the page as text. Its height depends on its content.
-fn render_text(model: &Model) -> anyhow::Result<String> {
+fn render_text(model: &PageModel) -> anyhow::Result<String> {
     let height = model.status.as_ref().map_or(1, full_page_height).min(MAX_TEXT_PAGE_LINES);
     let mut terminal = Terminal::new(TestBackend::new(TEXT_PAGE_COLUMNS, height))?;
-    terminal.draw(|frame| draw_page(frame, model, &mut View::default()))?;
+    terminal.draw(|frame| draw_page(frame, model, &mut ServerListView::default()))?;
     Ok(page_text(terminal.backend()))
 }
 

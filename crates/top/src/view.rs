@@ -3,14 +3,14 @@
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum SortOrder {
+pub enum ServerSortOrder {
     Load,
     #[default]
     Name,
     NewConnections,
 }
 
-impl SortOrder {
+impl ServerSortOrder {
     pub fn name(self) -> &'static str {
         match self {
             Self::Load => "load",
@@ -21,15 +21,15 @@ impl SortOrder {
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct View {
-    pub order: SortOrder,
+pub struct ServerListView {
+    pub order: ServerSortOrder,
     /// Number of servers in the list above the first visible one.
     pub first_visible_row: usize,
     /// Number of servers that fit on the page.
     pub page_size: usize,
 }
 
-impl View {
+impl ServerListView {
     /// Handles a key press. `servers` is the number of listed servers. Returns false if the key ends the program (q,
     /// Esc or Ctrl-C).
     pub fn handle_key(&mut self, key: KeyEvent, servers: usize) -> bool {
@@ -37,9 +37,9 @@ impl View {
         match key.code {
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
             KeyCode::Char('q') | KeyCode::Esc => return false,
-            KeyCode::Char('l') => self.order = SortOrder::Load,
-            KeyCode::Char('n') => self.order = SortOrder::Name,
-            KeyCode::Char('c') => self.order = SortOrder::NewConnections,
+            KeyCode::Char('l') => self.order = ServerSortOrder::Load,
+            KeyCode::Char('n') => self.order = ServerSortOrder::Name,
+            KeyCode::Char('c') => self.order = ServerSortOrder::NewConnections,
             KeyCode::Up => self.first_visible_row = self.first_visible_row.saturating_sub(1),
             KeyCode::Down => self.first_visible_row += 1,
             KeyCode::PageUp => self.first_visible_row = self.first_visible_row.saturating_sub(page_size),
@@ -59,21 +59,21 @@ mod tests {
 
     #[test]
     fn keys_scroll_only_within_the_list_of_servers() {
-        let mut view = View { page_size: 10, ..View::default() };
+        let mut view = ServerListView { page_size: 10, ..ServerListView::default() };
         let mut press_key = |code: KeyCode| {
             let is_still_running = view.handle_key(code.into(), 25);
             (is_still_running, view.order, view.first_visible_row)
         };
-        assert_eq!(press_key(KeyCode::Up), (true, SortOrder::Name, 0));
+        assert_eq!(press_key(KeyCode::Up), (true, ServerSortOrder::Name, 0));
         assert_eq!(press_key(KeyCode::Down).2, 1);
         assert_eq!(press_key(KeyCode::PageDown).2, 11);
         assert_eq!(press_key(KeyCode::PageDown).2, 15, "the last page is full");
         assert_eq!(press_key(KeyCode::PageUp).2, 5);
         assert_eq!(press_key(KeyCode::End).2, 15);
         assert_eq!(press_key(KeyCode::Home).2, 0);
-        assert_eq!(press_key(KeyCode::Char('c')), (true, SortOrder::NewConnections, 0));
-        assert_eq!(press_key(KeyCode::Char('l')).1, SortOrder::Load);
-        assert_eq!(press_key(KeyCode::Char('n')).1, SortOrder::Name);
+        assert_eq!(press_key(KeyCode::Char('c')), (true, ServerSortOrder::NewConnections, 0));
+        assert_eq!(press_key(KeyCode::Char('l')).1, ServerSortOrder::Load);
+        assert_eq!(press_key(KeyCode::Char('n')).1, ServerSortOrder::Name);
         assert!(!press_key(KeyCode::Char('q')).0);
         assert!(!view.handle_key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL), 25));
     }

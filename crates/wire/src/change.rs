@@ -13,9 +13,9 @@ use crate::{UnusableService, WireError, WireErrorContext as _, v1};
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetChange {
     /// Number of the previous configuration in the stream.
-    pub base_number: u64,
+    pub base_configuration_number: u64,
     /// Number of the next configuration in the stream.
-    pub next_number: u64,
+    pub next_configuration_number: u64,
     /// Next configuration, with only the new and changed services.
     pub configuration: FleetConfiguration,
     /// Indexes of the removed services.
@@ -24,9 +24,9 @@ pub struct FleetChange {
 
 impl FleetChange {
     /// Returns the change from `old_configuration` to `new_configuration`, each with its number in the stream.
-    pub fn between(
-        (base_number, old_configuration): (u64, &FleetConfiguration),
-        (next_number, new_configuration): (u64, &FleetConfiguration),
+    pub fn between_configurations(
+        (base_configuration_number, old_configuration): (u64, &FleetConfiguration),
+        (next_configuration_number, new_configuration): (u64, &FleetConfiguration),
     ) -> Self {
         let mut unmatched_old_services: HashMap<ServiceIndex, &Service> =
             old_configuration.services.iter().map(|service| (service.index, service)).collect();
@@ -45,15 +45,19 @@ impl FleetChange {
             report_interval: new_configuration.report_interval,
             table_lifetime: new_configuration.table_lifetime,
         };
-        Self { base_number, next_number, configuration, removed_service_indexes }
+        Self { base_configuration_number, next_configuration_number, configuration, removed_service_indexes }
     }
 
     /// Returns the encoded message. It is encoded once for the streams of all load balancers.
     pub fn encode(&self) -> Bytes {
-        let configuration = v1::FleetConfiguration { number: self.next_number, ..(&self.configuration).into() };
+        let configuration =
+            v1::FleetConfiguration { number: self.next_configuration_number, ..(&self.configuration).into() };
         let removed_service_index = self.removed_service_indexes.iter().map(|index| index.get().into()).collect();
-        let message =
-            v1::FleetChange { base: self.base_number, configuration: Some(configuration), removed_service_index };
+        let message = v1::FleetChange {
+            base: self.base_configuration_number,
+            configuration: Some(configuration),
+            removed_service_index,
+        };
         message.encode_to_vec().into()
     }
 
@@ -69,12 +73,18 @@ impl FleetChange {
         let (configuration, unusable_services) =
             FleetConfiguration::parse_message(configuration).with_field_prefix("configuration")?;
         Ok((
-            Self { base_number: base, next_number: number, configuration, removed_service_indexes: removed_services },
+            Self {
+                base_configuration_number: base,
+                next_configuration_number: number,
+                configuration,
+                removed_service_indexes: removed_services,
+            },
             unusable_services,
         ))
     }
 
-    /// Applies the change to `base_configuration`, whose number is `base_number`, and returns the next configuration.
+    /// Applies the change to `base_configuration`, whose number is `base_configuration_number`, and returns the next
+    /// configuration.
     pub fn apply_to(self, base_configuration: FleetConfiguration) -> FleetConfiguration {
         let mut services = base_configuration.services;
         services.retain(|service| !self.removed_service_indexes.contains(&service.index));

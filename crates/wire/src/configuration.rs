@@ -44,8 +44,8 @@ impl ServiceIndex {
 
     /// Parses the index of a service from the message's field `field`. Fails if it is out of range.
     pub fn parse(field: &str, index: u32) -> Result<Self, WireError> {
-        let expected = || format!("service index {index}: expected 0 to {}", Self::COUNT - 1);
-        Self::new(index).ok_or_else(|| WireError::new(field, expected()))
+        let expected_range_text = || format!("service index {index}: expected 0 to {}", Self::COUNT - 1);
+        Self::new(index).ok_or_else(|| WireError::new(field, expected_range_text()))
     }
 }
 
@@ -232,7 +232,7 @@ impl From<&Server> for v1::Server {
             has_left: server.has_left,
             weight: server.weight.get(),
             capacity: server.capacity.map_or(0.0, ServerCapacity::get),
-            vlan: server.vlan.get().into(),
+            vlan: server.vlan.id_or_zero().into(),
         }
     }
 }
@@ -254,7 +254,7 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             services: configuration.services.iter().map(to_stamped_service).collect(),
             keys: Some((&configuration.keys).into()),
             report_interval_ms: configuration.report_interval.as_millis() as u32,
-            fleet_rss_key: configuration.fleet_rss_key.bytes().to_vec(),
+            fleet_rss_key: configuration.fleet_rss_key.key_bytes().to_vec(),
             server_id: configuration.server_id.get().into(),
             previous_servers: configuration.previous_servers.iter().map(to_previous_server).collect(),
             draining: configuration.is_draining,
@@ -356,7 +356,7 @@ fn check_values_are_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
 
 impl FleetConfiguration {
     /// Returns the encoded message. It is encoded once for the streams of all load balancers. The next change refers to
-    /// `number` as its [`crate::FleetChange::base_number`].
+    /// `number` as its [`crate::FleetChange::base_configuration_number`].
     pub fn encode(&self, number: u64) -> Bytes {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use coreward_model::ServerId;
 use coreward_model::health::{
-    CertificateVerification, HealthCheck, HealthVerdict, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange,
-    Thresholds,
+    CertificateVerification, HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdict, HttpProbe, HttpStatusRange,
+    ProbeAddress, VerdictThresholds,
 };
 
 use crate::address::parse_server_id;
@@ -103,7 +103,7 @@ impl From<&HealthCheck> for v1::HealthCheck {
         let mut message = Self {
             probe: check.probe.name().to_owned(),
             at: check.probe_address.name().to_owned(),
-            port: check.port.unwrap_or(0).into(),
+            port: check.probe_port.unwrap_or(0).into(),
             interval_ms: check.interval.as_millis() as u32,
             timeout_ms: check.timeout.as_millis() as u32,
             rise: check.thresholds.rise(),
@@ -111,13 +111,13 @@ impl From<&HealthCheck> for v1::HealthCheck {
             jitter: check.jitter.get(),
             ..Default::default()
         };
-        if let Probe::Http(http) | Probe::Https(http, _) = &check.probe {
-            message.path.clone_from(&http.path);
+        if let HealthProbe::Http(http) | HealthProbe::Https(http, _) = &check.probe {
+            message.path.clone_from(&http.path_and_query);
             message.host = http.host.clone().unwrap_or_default();
-            let (first, last) = http.expected_status.bounds();
+            let (first, last) = http.expected_status.status_bounds();
             (message.expect_first, message.expect_last) = (first.into(), last.into());
         }
-        if let Probe::Https(_, verification) = &check.probe {
+        if let HealthProbe::Https(_, verification) = &check.probe {
             message.verify = *verification != CertificateVerification::Off;
             if let CertificateVerification::PemAuthorities(pem) = verification {
                 message.authorities.clone_from(pem);
@@ -132,9 +132,9 @@ impl TryFrom<&v1::HealthCheck> for HealthCheck {
 
     fn try_from(message: &v1::HealthCheck) -> Result<Self, WireError> {
         let probe = match message.probe.as_str() {
-            "tcp" => Probe::Tcp,
-            "http" => Probe::Http(parse_http_probe(message)?),
-            "https" => Probe::Https(parse_http_probe(message)?, parse_verification(message)),
+            "tcp" => HealthProbe::Tcp,
+            "http" => HealthProbe::Http(parse_http_probe(message)?),
+            "https" => HealthProbe::Https(parse_http_probe(message)?, parse_verification(message)),
             other => {
                 return Err(WireError::new("probe", format!("{other:?}: expected \"tcp\", \"http\" or \"https\"")));
             }
@@ -148,13 +148,13 @@ impl TryFrom<&v1::HealthCheck> for HealthCheck {
         Ok(Self {
             probe,
             probe_address,
-            port: (port != 0).then_some(port),
+            probe_port: (port != 0).then_some(port),
             interval: parse_milliseconds("interval_ms", message.interval_ms)?,
             timeout: parse_milliseconds("timeout_ms", message.timeout_ms)?,
-            thresholds: Thresholds::new(rise, fall).ok_or_else(|| {
+            thresholds: VerdictThresholds::new(rise, fall).ok_or_else(|| {
                 WireError::new("rise", format!("{rise}, and {fall} to fall: expected at least 1 each"))
             })?,
-            jitter: Jitter::new(message.jitter)
+            jitter: HealthCheckJitter::new(message.jitter)
                 .ok_or_else(|| WireError::new("jitter", format!("{}: expected 0 to 1", message.jitter)))?,
         })
     }
@@ -162,12 +162,13 @@ impl TryFrom<&v1::HealthCheck> for HealthCheck {
 
 fn parse_http_probe(message: &v1::HealthCheck) -> Result<HttpProbe, WireError> {
     let status_bounds = (u16::try_from(message.expect_first).ok(), u16::try_from(message.expect_last).ok());
-    let expected_status = status_bounds.0.zip(status_bounds.1).and_then(|(first, last)| StatusRange::new(first, last));
-    let invalid_status = || format!("{} to {}: expected status codes", message.expect_first, message.expect_last);
+    let expected_status =
+        status_bounds.0.zip(status_bounds.1).and_then(|(first, last)| HttpStatusRange::new(first, last));
+    let invalid_status_text = || format!("{} to {}: expected status codes", message.expect_first, message.expect_last);
     Ok(HttpProbe {
-        path: message.path.clone(),
+        path_and_query: message.path.clone(),
         host: (!message.host.is_empty()).then(|| message.host.clone()),
-        expected_status: expected_status.ok_or_else(|| WireError::new("expect_first", invalid_status()))?,
+        expected_status: expected_status.ok_or_else(|| WireError::new("expect_first", invalid_status_text()))?,
     })
 }
 
@@ -190,37 +191,41 @@ fn parse_milliseconds(field: &str, milliseconds: u32) -> Result<Duration, WireEr
 mod tests {
     use super::*;
 
-    fn health_check(probe: Probe) -> HealthCheck {
+    fn health_check(probe: HealthProbe) -> HealthCheck {
         HealthCheck {
             probe,
             probe_address: ProbeAddress::Server,
-            port: Some(8080),
+            probe_port: Some(8080),
             interval: Duration::from_millis(500),
             timeout: Duration::from_millis(300),
-            thresholds: Thresholds::new(2, 5).unwrap(),
-            jitter: Jitter::new(0.25).unwrap(),
+            thresholds: VerdictThresholds::new(2, 5).unwrap(),
+            jitter: HealthCheckJitter::new(0.25).unwrap(),
         }
     }
 
     fn http_probe() -> HttpProbe {
-        let expected_status = StatusRange::new(200, 204).unwrap();
-        HttpProbe { path: "/healthz?x=1".to_owned(), host: Some("www.example.org".to_owned()), expected_status }
+        let expected_status = HttpStatusRange::new(200, 204).unwrap();
+        HttpProbe {
+            path_and_query: "/healthz?x=1".to_owned(),
+            host: Some("www.example.org".to_owned()),
+            expected_status,
+        }
     }
 
     #[test]
     fn health_checks_round_trip() {
         let probes = [
-            Probe::Tcp,
-            Probe::Http(http_probe()),
-            Probe::Https(http_probe(), CertificateVerification::System),
-            Probe::Https(http_probe(), CertificateVerification::Off),
-            Probe::Https(http_probe(), CertificateVerification::PemAuthorities("pem".to_owned())),
+            HealthProbe::Tcp,
+            HealthProbe::Http(http_probe()),
+            HealthProbe::Https(http_probe(), CertificateVerification::System),
+            HealthProbe::Https(http_probe(), CertificateVerification::Off),
+            HealthProbe::Https(http_probe(), CertificateVerification::PemAuthorities("pem".to_owned())),
         ];
         for probe in probes {
             let check = health_check(probe);
             assert_eq!(HealthCheck::try_from(&v1::HealthCheck::from(&check)), Ok(check));
         }
-        let valid_message = v1::HealthCheck::from(&health_check(Probe::Http(http_probe())));
+        let valid_message = v1::HealthCheck::from(&health_check(HealthProbe::Http(http_probe())));
         let parse_error = |message: v1::HealthCheck| HealthCheck::try_from(&message).unwrap_err().to_string();
         assert_eq!(
             parse_error(v1::HealthCheck { probe: "icmp".to_owned(), ..valid_message.clone() }),

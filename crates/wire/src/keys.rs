@@ -1,6 +1,6 @@
 //! The fleet's cookie keys.
 
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 
 use crate::{WireError, v1};
 
@@ -31,8 +31,8 @@ impl TryFrom<&v1::FleetKeys> for FleetCookieKeys {
             return Err(WireError::new("key", format!("{} cookie keys: expected 2", message.key.len())));
         };
         let current_key_index = match message.current {
-            0 => KeyIndex::First,
-            1 => KeyIndex::Second,
+            0 => CookieKeyIndex::First,
+            1 => CookieKeyIndex::Second,
             other => return Err(WireError::new("current", format!("key {other} is to stamp: expected 0 or 1"))),
         };
         Ok(Self { keys: [first, second].map(|key| (*key).into()), current_key_index })
@@ -47,7 +47,7 @@ mod tests {
     fn two_cookie_keys_round_trip_and_other_counts_are_rejected() {
         let keys = FleetCookieKeys {
             keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: u64::MAX }],
-            current_key_index: KeyIndex::Second,
+            current_key_index: CookieKeyIndex::Second,
         };
         let mut message = v1::FleetKeys::from(&keys);
         assert_eq!(FleetCookieKeys::try_from(&message), Ok(keys));

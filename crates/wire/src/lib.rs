@@ -44,12 +44,12 @@ pub use error::{WireError, WireErrorContext};
 pub use health::{HealthMessage, ServerCheckResult};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
 pub use report::{
-    AgentReport, CountedConnections, MAX_AGENT_MESSAGE_BYTES, ReportDetails, ReportError,
+    AgentReport, AgentReportDetails, AgentReportError, CountedConnections, MAX_AGENT_MESSAGE_BYTES,
     remove_displayed_lists_if_oversized,
 };
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
-pub use traffic::{ServerTraffic, TrafficMessage};
+pub use traffic::{ServerTraffic, TrafficCountsMessage};
 
 /// Metadata key of a status UNAVAILABLE. Its value is the leading controller's address and port, as in daemons' files.
 pub const LEADER_HEADER: &str = "coreward-leader";

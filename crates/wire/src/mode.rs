@@ -6,7 +6,7 @@ use crate::{WireError, v1};
 
 impl From<ServiceSettings> for v1::ServiceSettings {
     fn from(mode: ServiceSettings) -> Self {
-        Self { settings: mode.settings().into_iter().map(|(key, value)| (key.to_owned(), value)).collect() }
+        Self { settings: mode.setting_pairs().into_iter().map(|(key, value)| (key.to_owned(), value)).collect() }
     }
 }
 

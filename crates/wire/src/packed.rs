@@ -49,8 +49,12 @@ pub fn invalid_integer_error(field: &str) -> WireError {
 
 /// Returns the number of doubles in an encoded list. Fails if the last one is incomplete.
 pub fn count_doubles(field: &str, bytes: &[u8]) -> Result<usize, WireError> {
-    let expected = || WireError::new(field, format!("{} bytes: expected 8 for each number", bytes.len()));
-    bytes.len().is_multiple_of(size_of::<f64>()).then_some(bytes.len() / size_of::<f64>()).ok_or_else(expected)
+    let expected_length_error = || WireError::new(field, format!("{} bytes: expected 8 for each number", bytes.len()));
+    bytes
+        .len()
+        .is_multiple_of(size_of::<f64>())
+        .then_some(bytes.len() / size_of::<f64>())
+        .ok_or_else(expected_length_error)
 }
 
 /// Decodes the doubles of an encoded list.

@@ -4,24 +4,24 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::load::{MAX_LOAD, SmoothingWeight};
+use coreward_model::load::{MAX_ACCEPTED_LOAD, SmoothingWeight};
 use coreward_model::placement::{BucketCount, ServerCore};
 use coreward_model::policy::{
-    CandidateList, HistogramBins, LoadBin, LoadHistogram, MAX_CANDIDATES, RackSummary, ServerCapacity, ServerClass,
-    ServerLoads, ServerWeight, SummarizedServer,
+    BucketCandidateList, LoadBin, LoadHistogram, LoadHistogramBins, MAX_CANDIDATES, RackSummary, ServerCapacity,
+    ServerClass, ServerLoads, ServerWeight, SummarizedServer,
 };
 use prost::Message as _;
 
 use crate::address::parse_server_id;
-use crate::report::MAX_CORES;
+use crate::report::MAX_REPORTED_CORES;
 use crate::rss::parse_key;
 use crate::{ServiceIndex, WireError, WireErrorContext as _, packed, v1};
 
 /// Maximum number of cores in a histogram bin, which is more than any rack has. No load is above 16 (the model's
-/// `MAX_LOAD`). So sums over a thousand racks stay below 2^64 and can be subtracted.
+/// `MAX_ACCEPTED_LOAD`). So sums over a thousand racks stay below 2^64 and can be subtracted.
 const MAX_CORES_PER_BIN: u64 = 1 << 18;
 /// Maximum load of a core in units of 2^-32 cores, as in load sums.
-const MAX_CORE_LOAD_FIXED_POINT: u64 = (MAX_LOAD as u64) << 32;
+const MAX_CORE_LOAD_FIXED_POINT: u64 = (MAX_ACCEPTED_LOAD as u64) << 32;
 
 /// Maximum size in bytes of a rack message, which is half of a controller's limit. A single summary is smaller, with
 /// 200 kB for 2,048 buckets with 8 candidates each and one RSS key.
@@ -83,13 +83,13 @@ pub struct RackMember {
 
 impl From<&RackConfiguration> for v1::RackConfiguration {
     fn from(configuration: &RackConfiguration) -> Self {
-        let to_server = |server: &RackServer| v1::RackServer {
+        let to_server_message = |server: &RackServer| v1::RackServer {
             stream: server.stream_number,
             id: server.id.get().into(),
             weight: server.weight.get(),
             capacity: server.capacity.map_or(0.0, ServerCapacity::get),
         };
-        let to_service = |service: &RackService| v1::RackService {
+        let to_service_message = |service: &RackService| v1::RackService {
             index: service.index.get().into(),
             policy: service.policy_name.clone(),
             bucket_count: service.bucket_count.get(),
@@ -102,8 +102,8 @@ impl From<&RackConfiguration> for v1::RackConfiguration {
             report_interval_ms: configuration.report_interval.as_millis() as u32,
             detail_interval_ms: configuration.detail_interval.as_millis() as u32,
             alpha: configuration.load_ewma_alpha.get(),
-            servers: configuration.servers.iter().map(to_server).collect(),
-            services: configuration.services.iter().map(to_service).collect(),
+            servers: configuration.servers.iter().map(to_server_message).collect(),
+            services: configuration.services.iter().map(to_service_message).collect(),
         }
     }
 }
@@ -133,7 +133,7 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
 /// Packs agents' messages and summaries into rack messages of limited size. Returns at least one message, as a sign of
 /// life.
 pub fn pack_into_rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
-    let mut packed_messages = PackedMessages { last_message_bytes: 0, messages: vec![v1::RackMessage::default()] };
+    let mut packed_messages = PackedRackMessages { last_message_bytes: 0, messages: vec![v1::RackMessage::default()] };
     for agent in agents {
         packed_messages.message_with_room_for(agent.encoded_len()).agents.push(agent);
     }
@@ -143,12 +143,12 @@ pub fn pack_into_rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::Ra
     packed_messages.messages
 }
 
-struct PackedMessages {
+struct PackedRackMessages {
     last_message_bytes: usize,
     messages: Vec<v1::RackMessage>,
 }
 
-impl PackedMessages {
+impl PackedRackMessages {
     fn message_with_room_for(&mut self, added_bytes: usize) -> &mut v1::RackMessage {
         if self.last_message_bytes > 0 && self.last_message_bytes + added_bytes > MAX_MESSAGE_BYTES {
             self.messages.push(v1::RackMessage::default());
@@ -203,21 +203,21 @@ pub fn encode_summary(service: ServiceIndex, summary: &RackSummary) -> v1::RackS
         let id = u32::from(server.id.get());
         message.server_id.push(id);
         message.cores.push(server.loads.core_count());
-        message.load_sum.push(server.loads.sum());
-        if let Some(cores) = server.loads.cores() {
+        message.load_sum.push(server.loads.load_sum());
+        if let Some(cores) = server.loads.core_loads() {
             message.slow_start.push(v1::CoreLoads { server_id: id, load: cores.to_vec() });
         }
     }
-    let to_load_spread = |(class, bins): &(ServerClass, HistogramBins)| v1::LoadSpread {
+    let to_load_spread = |(class, bins): &(ServerClass, LoadHistogramBins)| v1::LoadSpread {
         weight: class.weight.get(),
-        speed: class.speed,
+        speed: class.relative_core_speed,
         bin: packed::encode_integers(bins.iter().map(|(bin, _)| u64::from(*bin))),
         cores: packed::encode_integers(bins.iter().map(|(_, bin)| bin.core_count)),
         sum: packed::encode_integers(bins.iter().map(|(_, bin)| bin.load_sum)),
     };
     message.spreads = summary.histograms_by_class.iter().map(to_load_spread).collect();
-    let to_candidate_list = |list: &CandidateList| v1::CandidateList {
-        key: list.key.bytes().to_vec().into(),
+    let to_candidate_list = |list: &BucketCandidateList| v1::CandidateList {
+        key: list.key.key_bytes().to_vec().into(),
         input_transform: list.key.input_transform().ethtool_number().into(),
         per_bucket: list.candidates_per_bucket as u32,
         server: packed::encode_integers(list.candidates.iter().map(|(core, _)| position_of_server(core.server) as u64)),
@@ -234,8 +234,9 @@ pub fn parse_rack_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, Ra
     let mut servers = parse_servers(message)?;
     for loads in &message.slow_start {
         let id = parse_server_id("slow_start.server_id", loads.server_id)?;
-        let unknown_server = || WireError::new("slow_start.server_id", format!("{id}: expected one of `server_id`"));
-        let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown_server())?;
+        let unknown_server_error =
+            || WireError::new("slow_start.server_id", format!("{id}: expected one of `server_id`"));
+        let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown_server_error())?;
         loads.load.iter().try_for_each(|load| check_load("slow_start.load", *load))?;
         check_length("slow_start.load", loads.load.len(), message.cores[position] as usize)?;
         servers[position].loads = ServerLoads::Relayed(loads.load.clone().into());
@@ -243,12 +244,16 @@ pub fn parse_rack_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, Ra
     let histograms_by_class: Vec<_> =
         message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().with_field_prefix("spreads")?;
     let mut used_classes = HashSet::new();
-    if !histograms_by_class.iter().all(|(class, _)| used_classes.insert((class.weight.get(), class.speed.to_bits()))) {
+    if !histograms_by_class
+        .iter()
+        .all(|(class, _)| used_classes.insert((class.weight.get(), class.relative_core_speed.to_bits())))
+    {
         return Err(WireError::new("spreads", "two of one weight and speed: expected one"));
     }
     let server_ids: Vec<ServerId> = servers.iter().map(|server| server.id).collect();
-    let parse_list = |list: &v1::CandidateList| parse_candidate_list(list, &server_ids);
-    let candidate_lists = message.lists.iter().map(parse_list).collect::<Result<_, _>>().with_field_prefix("lists")?;
+    let parse_list_of_candidates = |list: &v1::CandidateList| parse_candidate_list(list, &server_ids);
+    let candidate_lists =
+        message.lists.iter().map(parse_list_of_candidates).collect::<Result<_, _>>().with_field_prefix("lists")?;
     Ok((service, RackSummary { servers, histograms_by_class, candidate_lists }))
 }
 
@@ -261,8 +266,8 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<SummarizedServer>, Wir
     }
     let server_fields = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);
     let parse_summarized_server = |((id, cores), sum): ((&u32, &u32), &f64)| {
-        if !(1..=MAX_CORES as u32).contains(cores) {
-            return Err(WireError::new("cores", format!("{cores}: expected 1 to {MAX_CORES}")));
+        if !(1..=MAX_REPORTED_CORES as u32).contains(cores) {
+            return Err(WireError::new("cores", format!("{cores}: expected 1 to {MAX_REPORTED_CORES}")));
         }
         check_total_load("load_sum", *sum, *cores)?;
         let loads = ServerLoads::Aggregated { sum: *sum, core_count: *cores };
@@ -271,15 +276,15 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<SummarizedServer>, Wir
     server_fields.map(parse_summarized_server).collect()
 }
 
-fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins), WireError> {
+fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, LoadHistogramBins), WireError> {
     let bin_count = packed::count_integers(&message.bin);
     check_length("cores", packed::count_integers(&message.cores), bin_count)?;
     check_length("sum", packed::count_integers(&message.sum), bin_count)?;
     if !(message.speed.is_finite() && message.speed > 0.0) {
         return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
     }
-    let class = ServerClass { weight: parse_weight(message.weight)?, speed: message.speed };
-    let mut bins = HistogramBins::with_capacity(bin_count);
+    let class = ServerClass { weight: parse_weight(message.weight)?, relative_core_speed: message.speed };
+    let mut bins = LoadHistogramBins::with_capacity(bin_count);
     let bin_fields = packed::decode_integers(&message.bin)
         .zip(packed::decode_integers(&message.cores))
         .zip(packed::decode_integers(&message.sum));
@@ -306,7 +311,10 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins)
 
 /// Parses a candidate list whose servers are `server_ids`. This is a hot path, because each message has thousands of
 /// candidates.
-fn parse_candidate_list(message: &v1::CandidateList, server_ids: &[ServerId]) -> Result<CandidateList, WireError> {
+fn parse_candidate_list(
+    message: &v1::CandidateList,
+    server_ids: &[ServerId],
+) -> Result<BucketCandidateList, WireError> {
     let candidate_count = packed::count_integers(&message.server);
     check_length("core", packed::count_integers(&message.core), candidate_count)?;
     check_length("load", packed::count_doubles("load", &message.load)?, candidate_count)?;
@@ -330,7 +338,7 @@ fn parse_candidate_list(message: &v1::CandidateList, server_ids: &[ServerId]) ->
         candidates.push((ServerCore { server: *id, core }, load));
     }
     let key = parse_key(&message.key, message.input_transform)?;
-    Ok(CandidateList { key, candidates_per_bucket: message.per_bucket as usize, candidates })
+    Ok(BucketCandidateList { key, candidates_per_bucket: message.per_bucket as usize, candidates })
 }
 
 fn check_load(field: &str, load: f64) -> Result<(), WireError> {
@@ -338,7 +346,7 @@ fn check_load(field: &str, load: f64) -> Result<(), WireError> {
 }
 
 fn check_total_load(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
-    let max_load = MAX_LOAD * f64::from(cores);
+    let max_load = MAX_ACCEPTED_LOAD * f64::from(cores);
     // Smoothing may round a load up.
     if (0.0..=max_load * 1.000_001).contains(&load) {
         return Ok(());
@@ -355,7 +363,7 @@ fn check_length(field: &str, length: usize, expected_length: usize) -> Result<()
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::policy::{Pool, PoolServer, policy_by_name};
+    use coreward_model::policy::{PoolServer, ServerPool, create_policy_by_name};
     use coreward_model::rss::{IndirectionTable, RssConfig};
     use prost::bytes::Bytes;
 
@@ -364,7 +372,7 @@ mod tests {
     use super::*;
 
     fn sample_summary() -> RackSummary {
-        let server = |n: u64| PoolServer {
+        let sample_pool_server = |n: u64| PoolServer {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
             rss: Some(RssConfig {
                 key: RssKey::microsoft_verification_key(),
@@ -373,8 +381,13 @@ mod tests {
             slow_start_fraction: if n == 2 { 0.5 } else { 1.0 },
             ..PoolServer::new((n * 31).try_into().unwrap())
         };
-        let pool = Pool::new((0..5).map(server).collect(), 1);
-        RackSummary::from_pool(&pool, policy_by_name("crossrss-plus", 1).unwrap().as_mut(), BucketCount::PAPER_VALUE, 8)
+        let pool = ServerPool::new((0..5).map(sample_pool_server).collect(), 1);
+        RackSummary::from_pool(
+            &pool,
+            create_policy_by_name("crossrss-plus", 1).unwrap().as_mut(),
+            BucketCount::PAPER_VALUE,
+            8,
+        )
     }
 
     #[test]

@@ -8,7 +8,7 @@ use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
 use prost::Message as _;
 
-use crate::sanitize::{retain_known_counters, sanitize, sanitize_dispatched_service, sanitize_rejected_updates};
+use crate::sanitize::{retain_known_counters, sanitize_dispatched_service, sanitize_rejected_updates, sanitize_string};
 use crate::{ReportedRss, WireError, WireErrorContext as _, v1};
 
 /// Report of an agent about its server. Its counters are totals, not differences between reports.
@@ -33,7 +33,7 @@ pub struct AgentReport {
     /// Generation of the newest active configuration that this stream delivered, or 0 if there is none yet.
     pub configuration_generation: u64,
     /// Details of the server, or `None` if they have not changed since the previous report of the stream.
-    pub details: Option<ReportDetails>,
+    pub details: Option<AgentReportDetails>,
 }
 
 const AGENT_COUNTER_NAMES: [&[&str]; 3] =
@@ -47,7 +47,7 @@ fn has_listen_address(service: &v1::DispatchedService) -> bool {
 /// Parts of a report that placement tables do not need. Agents send them less often, because they cause most of a
 /// report's cost.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct ReportDetails {
+pub struct AgentReportDetails {
     /// Counters of the server's BPF programs by name.
     pub counters: Vec<(String, u64)>,
     /// Warnings about the server, which are displayed to the operator.
@@ -64,7 +64,7 @@ pub struct ReportDetails {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CountedConnections {
     /// Time from the start of the count to the sending of the report (whole ms, up to 49 days).
-    pub age: Duration,
+    pub count_age: Duration,
     /// Generation of the agent's configuration that was active when the count began.
     pub configuration_generation: u64,
     /// Number of connections by service name. All TCP services of that configuration are included, even without
@@ -75,12 +75,12 @@ pub struct CountedConnections {
 impl From<v1::CountedConnections> for CountedConnections {
     fn from(message: v1::CountedConnections) -> Self {
         Self {
-            age: Duration::from_millis(message.age_ms.into()),
+            count_age: Duration::from_millis(message.age_ms.into()),
             configuration_generation: message.configuration_generation,
             connection_count_by_service: message
                 .services
                 .into_iter()
-                .map(|(name, count)| (sanitize(name), count))
+                .map(|(name, count)| (sanitize_string(name), count))
                 .collect(),
         }
     }
@@ -89,7 +89,7 @@ impl From<v1::CountedConnections> for CountedConnections {
 impl From<CountedConnections> for v1::CountedConnections {
     fn from(counted_connections: CountedConnections) -> Self {
         Self {
-            age_ms: u32::try_from(counted_connections.age.as_millis()).unwrap_or(u32::MAX),
+            age_ms: u32::try_from(counted_connections.count_age.as_millis()).unwrap_or(u32::MAX),
             configuration_generation: counted_connections.configuration_generation,
             services: counted_connections.connection_count_by_service.into_iter().collect(),
         }
@@ -98,7 +98,7 @@ impl From<CountedConnections> for v1::CountedConnections {
 
 /// Reason for which a report is unusable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ReportError {
+pub enum AgentReportError {
     /// The RSS configuration is invalid. Other parts may be valid, but the announced RSS generation is unusable.
     #[error("{0}")]
     InvalidRss(WireError),
@@ -124,23 +124,23 @@ pub const MAX_TIME_TO_LIVE_MS: u32 = 180_000;
 /// Maximum size in bytes of a message that a controller or a rack controller reads from an agent.
 pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;
 /// Maximum number of cores in a report.
-pub(crate) const MAX_CORES: usize = 4096;
-const MAX_COUNTERS: usize = 256;
-const MAX_WARNINGS: usize = 64;
+pub(crate) const MAX_REPORTED_CORES: usize = 4096;
+const MAX_REPORTED_COUNTERS: usize = 256;
+const MAX_REPORTED_WARNINGS: usize = 64;
 const MAX_DISPATCHED_SERVICES: usize = 1024;
 /// Maximum number of services in a report's count of connections. It is one per service index.
 const MAX_COUNTED_SERVICES: usize = 1024;
 /// Maximum number of workers of all UDP services in a report. It allows one worker per core.
-const MAX_WORKERS: usize = 4096;
+const MAX_REPORTED_WORKERS: usize = 4096;
 
 /// Checks that no list in the report is longer than a server may report.
-fn check_list_lengths(message: &v1::Report) -> Result<(), ReportError> {
+fn check_list_lengths(message: &v1::Report) -> Result<(), AgentReportError> {
     for (field_name, count, max_count) in [
-        ("core_busy_ns", message.core_busy_ns.len(), MAX_CORES),
-        ("counters", message.counters.len(), MAX_COUNTERS),
-        ("warnings", message.warnings.len(), MAX_WARNINGS),
+        ("core_busy_ns", message.core_busy_ns.len(), MAX_REPORTED_CORES),
+        ("counters", message.counters.len(), MAX_REPORTED_COUNTERS),
+        ("warnings", message.warnings.len(), MAX_REPORTED_WARNINGS),
         ("dispatch", message.dispatch.len(), MAX_DISPATCHED_SERVICES),
-        ("dispatch.workers", message.dispatch.iter().map(|service| service.workers.len()).sum(), MAX_WORKERS),
+        ("dispatch.workers", message.dispatch.iter().map(|service| service.workers.len()).sum(), MAX_REPORTED_WORKERS),
         (
             "connections",
             message.connections.as_ref().map_or(0, |counted_connections| counted_connections.services.len()),
@@ -148,18 +148,18 @@ fn check_list_lengths(message: &v1::Report) -> Result<(), ReportError> {
         ),
     ] {
         if count > max_count {
-            return Err(ReportError::TooLarge { field: field_name, count, limit: max_count });
+            return Err(AgentReportError::TooLarge { field: field_name, count, limit: max_count });
         }
     }
     Ok(())
 }
 
 impl TryFrom<v1::Report> for AgentReport {
-    type Error = ReportError;
+    type Error = AgentReportError;
 
-    fn try_from(message: v1::Report) -> Result<Self, ReportError> {
+    fn try_from(message: v1::Report) -> Result<Self, AgentReportError> {
         if !(1..=MAX_TIME_TO_LIVE_MS).contains(&message.time_to_live_ms) {
-            return Err(ReportError::TimeToLiveMsOutOfRange(message.time_to_live_ms));
+            return Err(AgentReportError::TimeToLiveMsOutOfRange(message.time_to_live_ms));
         }
         check_list_lengths(&message)?;
         let rss = message
@@ -168,10 +168,10 @@ impl TryFrom<v1::Report> for AgentReport {
             .map(ReportedRss::try_from)
             .transpose()
             .with_field_prefix("rss")
-            .map_err(ReportError::InvalidRss)?;
-        let details = (!message.without_details).then(|| ReportDetails {
+            .map_err(AgentReportError::InvalidRss)?;
+        let details = (!message.without_details).then(|| AgentReportDetails {
             counters: retain_known_counters(message.counters, &AGENT_COUNTER_NAMES).into_iter().collect(),
-            warnings: message.warnings.into_iter().map(sanitize).collect(),
+            warnings: message.warnings.into_iter().map(sanitize_string).collect(),
             dispatched_services: message
                 .dispatch
                 .into_iter()
@@ -208,7 +208,7 @@ pub fn remove_displayed_lists_if_oversized(mut report: v1::Report) -> v1::Report
     if report.encoded_len() > MAX_AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
         report.dispatch.clear();
         report.connections = None;
-        report.warnings.truncate(MAX_WARNINGS - 1);
+        report.warnings.truncate(MAX_REPORTED_WARNINGS - 1);
         report.warnings.push(format!(
             "the report was larger than {MAX_AGENT_MESSAGE_BYTES} bytes: sent without workers and connections"
         ));
@@ -219,7 +219,7 @@ pub fn remove_displayed_lists_if_oversized(mut report: v1::Report) -> v1::Report
 impl From<AgentReport> for v1::Report {
     fn from(report: AgentReport) -> Self {
         let without_details = report.details.is_none();
-        let ReportDetails {
+        let AgentReportDetails {
             counters,
             warnings,
             dispatched_services: dispatch,
@@ -256,8 +256,9 @@ mod tests {
     #[test]
     fn unknown_counter_names_are_dropped() {
         let unknown_counters = (0..255).map(|n| (format!("mine{n}"), n)).chain([("stamped".to_owned(), 12)]);
-        let dispatch = |listen: &str| v1::DispatchedService { listen: listen.into(), ..Default::default() };
-        let dispatch = vec![dispatch("mine"), dispatch("192.0.2.1:53")];
+        let sample_dispatched_service =
+            |listen: &str| v1::DispatchedService { listen: listen.into(), ..Default::default() };
+        let dispatch = vec![sample_dispatched_service("mine"), sample_dispatched_service("192.0.2.1:53")];
         let report =
             AgentReport::try_from(v1::Report { counters: unknown_counters.collect(), dispatch, ..sample_report() })
                 .unwrap();
@@ -341,14 +342,14 @@ mod tests {
             dropped: u64::MAX,
             ..Default::default()
         };
-        let service = v1::DispatchedService { workers: vec![worker; MAX_WORKERS], ..Default::default() };
-        let warnings = vec!["w".repeat(512); MAX_WARNINGS];
-        let busy_ns = vec![u64::MAX; MAX_CORES];
+        let service = v1::DispatchedService { workers: vec![worker; MAX_REPORTED_WORKERS], ..Default::default() };
+        let warnings = vec!["w".repeat(512); MAX_REPORTED_WARNINGS];
+        let busy_ns = vec![u64::MAX; MAX_REPORTED_CORES];
         let report = v1::Report { dispatch: vec![service], warnings, core_busy_ns: busy_ns.clone(), ..sample_report() };
         assert!(report.encoded_len() > MAX_AGENT_MESSAGE_BYTES);
         let report = remove_displayed_lists_if_oversized(report);
         assert!(report.encoded_len() < MAX_AGENT_MESSAGE_BYTES - 100, "{}", report.encoded_len());
-        assert_eq!((report.core_busy_ns, report.warnings.len()), (busy_ns, MAX_WARNINGS));
+        assert_eq!((report.core_busy_ns, report.warnings.len()), (busy_ns, MAX_REPORTED_WARNINGS));
     }
 
     #[test]
@@ -363,7 +364,7 @@ mod tests {
         let error = AgentReport::try_from(v1::Report { time_to_live_ms: 0, ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "time_to_live_ms: 0: expected 1 to 180000");
         let error = AgentReport::try_from(v1::Report { time_to_live_ms: 180_001, ..sample_report() }).unwrap_err();
-        assert_eq!(error, ReportError::TimeToLiveMsOutOfRange(180_001));
+        assert_eq!(error, AgentReportError::TimeToLiveMsOutOfRange(180_001));
         let error = AgentReport::try_from(v1::Report { core_busy_ns: vec![0; 4097], ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "core_busy_ns: 4097: expected at most 4096");
         let report =

@@ -1,6 +1,6 @@
 //! RSS configuration of a server's NIC, as its agent reports it.
 
-use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssInputTransform, RssKey};
 
 use crate::sanitize::sanitize_str;
 use crate::{WireError, v1};
@@ -21,7 +21,7 @@ impl From<&ReportedRss> for v1::Rss {
             None => Self { source, key: Vec::new(), indirection_table: Vec::new(), input_transform: 0 },
             Some(rss) => Self {
                 source,
-                key: rss.key.bytes().to_vec(),
+                key: rss.key.key_bytes().to_vec(),
                 indirection_table: rss
                     .indirection_table
                     .queue_by_entry()
@@ -53,7 +53,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
 pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
     let transform =
-        InputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;
+        RssInputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;
     Ok(key.with_input_transform(transform))
 }
 

@@ -19,32 +19,32 @@ pub fn sanitize_str(text: &str) -> String {
 }
 
 /// Returns the same text as [`sanitize_str`]. If the text needs no change, it is not copied.
-pub fn sanitize(text: String) -> String {
+pub fn sanitize_string(text: String) -> String {
     let needs_no_change = text.len() <= MAX_TEXT_CHARS && !text.chars().any(char::is_control);
     if needs_no_change { text } else { sanitize_str(&text) }
 }
 
 fn sanitize_texts(texts: Vec<String>) -> Vec<String> {
-    texts.into_iter().take(MAX_SERVERS).map(sanitize).collect()
+    texts.into_iter().take(MAX_SERVERS).map(sanitize_string).collect()
 }
 
 /// Returns the counts, with sanitized names.
 pub fn sanitize_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
-    counts.into_iter().take(MAX_COUNTERS).map(|(name, count)| (sanitize(name), count)).collect()
+    counts.into_iter().take(MAX_COUNTERS).map(|(name, count)| (sanitize_string(name), count)).collect()
 }
 
 /// Returns the counters that have known names. Unknown names could create endless metrics series, because names become
 /// labels.
 pub fn retain_known_counters(counts: HashMap<String, u64>, known_names: &[&[&str]]) -> HashMap<String, u64> {
-    let is_known = |name: &String| known_names.iter().any(|names| names.contains(&name.as_str()));
-    counts.into_iter().filter(|(name, _)| is_known(name)).collect()
+    let is_known_counter = |name: &String| known_names.iter().any(|names| names.contains(&name.as_str()));
+    counts.into_iter().filter(|(name, _)| is_known_counter(name)).collect()
 }
 
 /// Sanitizes the texts in an agent's state of a UDP service.
 pub fn sanitize_dispatched_service(service: v1::DispatchedService) -> v1::DispatchedService {
     v1::DispatchedService {
-        listen: sanitize(service.listen),
-        policy: sanitize(service.policy),
+        listen: sanitize_string(service.listen),
+        policy: sanitize_string(service.policy),
         workers: service.workers,
         counters: sanitize_counts(service.counters),
     }
@@ -53,8 +53,8 @@ pub fn sanitize_dispatched_service(service: v1::DispatchedService) -> v1::Dispat
 /// Sanitizes the texts in rejected updates.
 pub fn sanitize_rejected_updates(rejected_updates: Vec<v1::RejectedUpdate>) -> Vec<v1::RejectedUpdate> {
     let sanitize_update = |rejected_update: v1::RejectedUpdate| v1::RejectedUpdate {
-        service: sanitize(rejected_update.service),
-        reason: sanitize(rejected_update.reason),
+        service: sanitize_string(rejected_update.service),
+        reason: sanitize_string(rejected_update.reason),
         ..rejected_update
     };
     rejected_updates.into_iter().take(MAX_COUNTERS).map(sanitize_update).collect()
@@ -63,21 +63,21 @@ pub fn sanitize_rejected_updates(rejected_updates: Vec<v1::RejectedUpdate>) -> V
 /// Sanitizes the texts in a load balancer's state.
 pub fn sanitize_load_balancer_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
     let sanitize_clock = |clock: v1::ServerClock| v1::ServerClock {
-        service: sanitize(clock.service),
-        server: sanitize(clock.server),
-        state: sanitize(clock.state),
-        problem: sanitize(clock.problem),
+        service: sanitize_string(clock.service),
+        server: sanitize_string(clock.server),
+        state: sanitize_string(clock.state),
+        problem: sanitize_string(clock.problem),
         ..clock
     };
     let sanitize_stamped_packets = |stamped_packets: v1::StampedPackets| v1::StampedPackets {
-        service: sanitize(stamped_packets.service),
+        service: sanitize_string(stamped_packets.service),
         ..stamped_packets
     };
     v1::LoadBalancerState {
         table_generations: sanitize_counts(state.table_generations),
         unresolved_servers: sanitize_texts(state.unresolved_servers),
         counters: retain_known_counters(state.counters, &[&intf::LB_COUNTER_NAMES]),
-        xdp_mode: sanitize(state.xdp_mode),
+        xdp_mode: sanitize_string(state.xdp_mode),
         events: retain_known_counters(state.events, &[&intf::LB_EVENT_NAMES]),
         unresolved_load_balancers: sanitize_texts(state.unresolved_load_balancers),
         server_clocks: state.server_clocks.into_iter().take(MAX_SERVERS).map(sanitize_clock).collect(),
@@ -95,9 +95,9 @@ mod tests {
     #[test]
     fn control_characters_are_replaced() {
         let escape_sequence = || "\u{1b}[2Jgone".to_owned();
-        assert_eq!(sanitize("s1".into()), "s1");
-        assert_eq!(sanitize(escape_sequence()), "\u{fffd}[2Jgone");
-        assert_eq!(sanitize("ä".repeat(600)).chars().count(), MAX_TEXT_CHARS);
+        assert_eq!(sanitize_string("s1".into()), "s1");
+        assert_eq!(sanitize_string(escape_sequence()), "\u{fffd}[2Jgone");
+        assert_eq!(sanitize_string("ä".repeat(600)).chars().count(), MAX_TEXT_CHARS);
         let state = sanitize_load_balancer_state(v1::LoadBalancerState {
             xdp_mode: escape_sequence(),
             counters: (0..5000).map(|n| (format!("\n{n}"), n)).chain([("new_connection".to_owned(), 1)]).collect(),

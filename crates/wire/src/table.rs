@@ -2,7 +2,9 @@
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::placement::{BucketCount, CandidateCore, PlacementRule, PlacementTable, ServerCore, TableMember};
+use coreward_model::placement::{
+    BucketCount, CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, ServerCore,
+};
 use coreward_model::rss::RssKey;
 use prost::Message as _;
 use prost::bytes::Bytes;
@@ -14,7 +16,7 @@ use crate::{WireError, WireErrorContext as _, v1};
 
 /// Returns the encoded message of a placement table, which the streams of all load balancers share.
 pub fn encode_table(service: ServiceIndex, table: &PlacementTable) -> Bytes {
-    to_message(service, table).encode_to_vec().into()
+    placement_table_to_message(service, table).encode_to_vec().into()
 }
 
 /// Parses a placement table. Fails if `bytes` are not a table that the data plane can hold.
@@ -23,7 +25,7 @@ pub fn decode_table(bytes: Bytes) -> Result<(ServiceIndex, PlacementTable), Wire
     parse_table(&message)
 }
 
-fn to_message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable {
+fn placement_table_to_message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable {
     let candidate_field_values = |field: fn(&CandidateCore) -> u32| table.candidates.iter().map(field).collect();
     v1::PlacementTable {
         service_index: service.get().into(),
@@ -31,7 +33,7 @@ fn to_message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTab
         rule: table.rule.name().to_owned(),
         bucket_count: table.bucket_count.get(),
         candidates_per_bucket: table.candidates_per_bucket,
-        group_keys: table.rss_key_by_group.iter().map(|key| key.bytes().to_vec()).collect(),
+        group_keys: table.rss_key_by_group.iter().map(|key| key.key_bytes().to_vec()).collect(),
         group_inputs: table.rss_key_by_group.iter().map(|key| key.input_transform().ethtool_number().into()).collect(),
         candidate_load: candidate_field_values(|candidate| candidate.fixed_point_load),
         candidate_server_id: candidate_field_values(|candidate| candidate.server.get().into()),
@@ -82,8 +84,9 @@ fn parse_table(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementT
 }
 
 fn parse_placement_rule(name: &str) -> Result<PlacementRule, WireError> {
-    let expected = || format!("rule {name:?} is not known: expected one of {}", intf::PLACEMENT_RULE_NAMES.join(", "));
-    PlacementRule::from_name(name).ok_or_else(|| WireError::new("rule", expected()))
+    let unknown_rule_text =
+        || format!("rule {name:?} is not known: expected one of {}", intf::PLACEMENT_RULE_NAMES.join(", "));
+    PlacementRule::from_name(name).ok_or_else(|| WireError::new("rule", unknown_rule_text()))
 }
 
 fn check_max_value(field: &str, value: u32, max_value: u32) -> Result<u32, WireError> {
@@ -126,11 +129,11 @@ fn parse_server_ids(field: &str, ids: &[u32]) -> Result<Vec<ServerId>, WireError
 }
 
 fn parse_previous_servers(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
-    let parse_id = |id: &u32| match *id {
+    let parse_optional_server_id = |id: &u32| match *id {
         intf::NO_SERVER => Ok(None),
         id => parse_server_id("previous_consistent_id", id).map(Some),
     };
-    ids.iter().map(parse_id).collect()
+    ids.iter().map(parse_optional_server_id).collect()
 }
 
 fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<CandidateCore>, WireError> {
@@ -163,13 +166,13 @@ fn parse_core_slots(cores: &[u32]) -> Result<Vec<ServerCore>, WireError> {
         .collect()
 }
 
-fn parse_members(message: &v1::PlacementTable) -> Result<Vec<TableMember>, WireError> {
+fn parse_members(message: &v1::PlacementTable) -> Result<Vec<PlacementTableMember>, WireError> {
     check_max_length("member_server_id", message.member_server_id.len(), intf::MAX_MEMBERS)?;
     check_length("member_load", message.member_load.len(), message.member_server_id.len())?;
     let member_fields = message.member_server_id.iter().zip(&message.member_load);
     member_fields
         .map(|(server, load)| {
-            Ok(TableMember { server: parse_server_id("member_server_id", *server)?, fixed_point_load: *load })
+            Ok(PlacementTableMember { server: parse_server_id("member_server_id", *server)?, fixed_point_load: *load })
         })
         .collect()
 }
@@ -206,14 +209,14 @@ fn check_list_lengths(table: &PlacementTable) -> Result<(), WireError> {
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::policy::{self, Pool, PoolServer};
+    use coreward_model::policy::{self, PoolServer, ServerPool};
     use coreward_model::rss::{IndirectionTable, RssConfig};
     use proptest::prelude::*;
 
     use super::*;
 
-    fn sample_pool(server_count: u64) -> Pool {
-        let server = |n: u64| PoolServer {
+    fn sample_pool(server_count: u64) -> ServerPool {
+        let sample_pool_server = |n: u64| PoolServer {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
             rss: Some(RssConfig {
                 key: RssKey::microsoft_verification_key(),
@@ -222,7 +225,7 @@ mod tests {
             open_connection_count: 3,
             ..PoolServer::new((n * 31).try_into().unwrap())
         };
-        Pool::new((0..server_count).map(server).collect(), 1)
+        ServerPool::new((0..server_count).map(sample_pool_server).collect(), 1)
     }
 
     proptest! {
@@ -230,7 +233,7 @@ mod tests {
         fn tables_of_every_policy_round_trip(server_count in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
             for name in policy::policy_names() {
                 let bucket_count = BucketCount::new(1 << bits).unwrap();
-                let mut table = policy::policy_by_name(name, 5).unwrap()
+                let mut table = policy::create_policy_by_name(name, 5).unwrap()
                     .compute_table(&sample_pool(server_count), bucket_count, 9);
                 table.down_servers = (0..server_count % 3).map(|n| (n * 31).try_into().unwrap()).collect();
                 let service = ServiceIndex::new(index).unwrap();
@@ -241,8 +244,11 @@ mod tests {
 
     #[test]
     fn encoded_table_is_a_protobuf_message() {
-        let table =
-            policy::policy_by_name("crossrss", 5).unwrap().compute_table(&sample_pool(3), BucketCount::PAPER_VALUE, 9);
+        let table = policy::create_policy_by_name("crossrss", 5).unwrap().compute_table(
+            &sample_pool(3),
+            BucketCount::PAPER_VALUE,
+            9,
+        );
         let service = ServiceIndex::new(0).unwrap();
         let decoded_message = v1::PlacementTable::decode(encode_table(service, &table)).unwrap();
         assert_eq!((decoded_message.bucket_count, decoded_message.member_server_id), (128, vec![0, 31, 62]));
@@ -251,12 +257,12 @@ mod tests {
     #[test]
     fn table_that_exceeds_data_plane_limits_is_rejected() {
         let error_after_change = |change: fn(&mut v1::PlacementTable)| {
-            let table = policy::policy_by_name("crossrss", 5).unwrap().compute_table(
+            let table = policy::create_policy_by_name("crossrss", 5).unwrap().compute_table(
                 &sample_pool(3),
                 BucketCount::PAPER_VALUE,
                 9,
             );
-            let mut message = to_message(ServiceIndex::new(0).unwrap(), &table);
+            let mut message = placement_table_to_message(ServiceIndex::new(0).unwrap(), &table);
             change(&mut message);
             parse_table(&message).unwrap_err().to_string()
         };

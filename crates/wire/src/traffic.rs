@@ -11,15 +11,15 @@ use crate::{WireError, WireErrorContext as _, v1};
 
 /// Traffic counts that one message of a load balancer has.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct TrafficMessage {
+pub struct TrafficCountsMessage {
     /// Number of opened connections by service. A connection counts at its first packet.
     pub opened_connection_count_by_service: BTreeMap<ServiceIndex, u64>,
     /// Traffic to each server, as the sum over all services.
     pub traffic_by_server: BTreeMap<ServerId, ServerTraffic>,
 }
 
-impl From<&TrafficMessage> for v1::LoadBalancerTraffic {
-    fn from(message: &TrafficMessage) -> Self {
+impl From<&TrafficCountsMessage> for v1::LoadBalancerTraffic {
+    fn from(message: &TrafficCountsMessage) -> Self {
         let to_service_traffic = |(index, opened_count): (&ServiceIndex, &u64)| v1::ServiceTraffic {
             service_index: index.get().into(),
             servers: Vec::new(),
@@ -39,7 +39,7 @@ impl From<&TrafficMessage> for v1::LoadBalancerTraffic {
     }
 }
 
-impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
+impl TryFrom<&v1::LoadBalancerTraffic> for TrafficCountsMessage {
     type Error = WireError;
 
     fn try_from(message: &v1::LoadBalancerTraffic) -> Result<Self, WireError> {
@@ -58,7 +58,7 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
     }
 }
 
-impl TrafficMessage {
+impl TrafficCountsMessage {
     fn add_server_traffic(&mut self, servers: &[v1::ServerTraffic], list_path: &str) -> Result<(), WireError> {
         for server in servers {
             let id = parse_server_id("server_id", server.server_id).with_field_prefix(list_path)?;
@@ -77,7 +77,7 @@ impl TrafficMessage {
 mod tests {
     use super::*;
 
-    fn id(number: u64) -> ServerId {
+    fn server_id(number: u64) -> ServerId {
         number.try_into().unwrap()
     }
 
@@ -89,15 +89,19 @@ mod tests {
             packet_count: 2,
             frame_bytes: 3,
         };
-        let message = TrafficMessage {
+        let message = TrafficCountsMessage {
             opened_connection_count_by_service: [(ServiceIndex::new(3).unwrap(), 21), (ServiceIndex::FIRST, 12)].into(),
-            traffic_by_server: [(id(7), traffic_with_opened_count(22)), (id(8), traffic_with_opened_count(11))].into(),
+            traffic_by_server: [
+                (server_id(7), traffic_with_opened_count(22)),
+                (server_id(8), traffic_with_opened_count(11)),
+            ]
+            .into(),
         };
         let mut encoded_message = v1::LoadBalancerTraffic::from(&message);
-        assert_eq!(TrafficMessage::try_from(&encoded_message), Ok(message));
+        assert_eq!(TrafficCountsMessage::try_from(&encoded_message), Ok(message));
         encoded_message.services[1].service_index = 1024;
         assert_eq!(
-            TrafficMessage::try_from(&encoded_message).unwrap_err().to_string(),
+            TrafficCountsMessage::try_from(&encoded_message).unwrap_err().to_string(),
             "services[1].service_index: service index 1024: expected 0 to 1023"
         );
     }
@@ -108,12 +112,12 @@ mod tests {
         let max_traffic = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };
         let services = vec![v1::ServiceTraffic { service_index: 0, servers: vec![max_traffic; 2], opened: 1 }];
         let message = v1::LoadBalancerTraffic { services, servers: vec![max_traffic] };
-        let parsed_message = TrafficMessage::try_from(&message).unwrap();
+        let parsed_message = TrafficCountsMessage::try_from(&message).unwrap();
         assert_eq!(parsed_message.opened_connection_count_by_service[&ServiceIndex::FIRST], u64::MAX);
         assert_eq!(
             (
-                parsed_message.traffic_by_server[&id(7)].opened_connection_count,
-                parsed_message.traffic_by_server[&id(7)].packet_count
+                parsed_message.traffic_by_server[&server_id(7)].opened_connection_count,
+                parsed_message.traffic_by_server[&server_id(7)].packet_count
             ),
             (u64::MAX, u64::MAX)
         );
@@ -124,19 +128,22 @@ mod tests {
     fn connection_counts_by_service_and_server_are_summed() {
         let server =
             |server_id: u32, opened: u64| v1::ServerTraffic { server_id, opened, closed: 1, ..Default::default() };
-        let service = |service_index: u32, servers: Vec<v1::ServerTraffic>| v1::ServiceTraffic {
+        let service_traffic_message = |service_index: u32, servers: Vec<v1::ServerTraffic>| v1::ServiceTraffic {
             service_index,
             servers,
             opened: 0,
         };
-        let services = vec![service(0, vec![server(7, 5), server(8, 6)]), service(3, vec![server(7, 1)])];
+        let services = vec![
+            service_traffic_message(0, vec![server(7, 5), server(8, 6)]),
+            service_traffic_message(3, vec![server(7, 1)]),
+        ];
         let parsed_message =
-            TrafficMessage::try_from(&v1::LoadBalancerTraffic { services, servers: Vec::new() }).unwrap();
+            TrafficCountsMessage::try_from(&v1::LoadBalancerTraffic { services, servers: Vec::new() }).unwrap();
         assert_eq!(parsed_message.opened_connection_count_by_service.values().copied().collect::<Vec<_>>(), [11, 1]);
         let expected_server_traffic = |n: u64| {
             (
-                parsed_message.traffic_by_server[&id(n)].opened_connection_count,
-                parsed_message.traffic_by_server[&id(n)].closed_connection_count,
+                parsed_message.traffic_by_server[&server_id(n)].opened_connection_count,
+                parsed_message.traffic_by_server[&server_id(n)].closed_connection_count,
             )
         };
         assert_eq!((expected_server_traffic(7), expected_server_traffic(8)), ((6, 2), (6, 1)));

@@ -10,18 +10,18 @@ use crate::default_args::parse_default_args;
 use crate::namespace::{self, run_ip_command};
 use anyhow::{Context as _, ensure};
 use coreward_agent::agent::Agent;
-use coreward_agent::config::{self, Config, Steer};
+use coreward_agent::config::{self, AgentConfig, SteeringMode};
 use coreward_agent::daemon;
 use coreward_intf as intf;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 
 use crate::controller;
 use crate::controller_process::{ControllerProcess, ScratchDirectory};
-use crate::report::{Goal, Report, Table, goal_cells, median_min_max};
+use crate::report::{BenchReport, MeasurementGoal, ReportTable, goal_and_verdict_cells, median_min_max};
 
 /// Options of `coreward-lab bench agent`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct AgentBenchArgs {
     /// Number of cores (receive queues) of the server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=512))]
     cores: u16,
@@ -36,7 +36,7 @@ pub struct Args {
     window_seconds: u64,
 }
 
-impl Default for Args {
+impl Default for AgentBenchArgs {
     fn default() -> Self {
         parse_default_args()
     }
@@ -44,20 +44,20 @@ impl Default for Args {
 
 /// Measures the agent's cost in a new thread, which enters its own network namespace. Fails without root, or when the
 /// agent or the controller does not start.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
-    namespace::measure_in_thread("agent", args, measure)
+pub fn run_agent_bench(args: &AgentBenchArgs) -> anyhow::Result<BenchReport> {
+    namespace::measure_in_thread("agent", args, measure_agent)
 }
 
-fn measure(args: &Args) -> anyhow::Result<Report> {
+fn measure_agent(args: &AgentBenchArgs) -> anyhow::Result<BenchReport> {
     namespace::enter_new_network_namespace()?;
     run_ip_command("link set lo up")?;
     let queue_options = format!("numrxqueues {0} numtxqueues {0}", args.cores);
     run_ip_command(&format!("link add eth0 {queue_options} type veth peer name eth1 {queue_options}"))?;
-    let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, PinDirectory::new()?);
-    let mut controller_args = controller::Args::default();
+    let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, BpfPinDirectory::new()?);
+    let mut controller_args = controller::ControllerBenchArgs::default();
     (controller_args.agents, controller_args.report_interval_ms) = (1, args.report_interval_ms);
     let mut controller =
-        ControllerProcess::start(&controller::fleet_document(&controller_args), None, &scratch_directory.0)?;
+        ControllerProcess::start(&controller::build_fleet_document(&controller_args), None, &scratch_directory.0)?;
     let mut agent = Agent::start(agent_config(args, &controller, &scratch_directory.0, &pin_directory.0)?)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let windows = runtime.block_on(async {
@@ -66,16 +66,16 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
             windows = measure_windows(args, &mut controller) => windows,
         }
     })?;
-    agent.detach()?;
-    Ok(build_report(args, &windows))
+    agent.detach_programs()?;
+    Ok(build_agent_report(args, &windows))
 }
 
 fn agent_config(
-    args: &Args,
+    args: &AgentBenchArgs,
     controller: &ControllerProcess,
     scratch_directory: &Path,
     pin_directory: &Path,
-) -> anyhow::Result<Config> {
+) -> anyhow::Result<AgentConfig> {
     let busy_times_path = scratch_directory.join("busy");
     fs::write(&busy_times_path, vec![1; usize::from(args.cores) * 8])?;
     let rss_map_path = pin_directory.join("emulated_rss");
@@ -83,16 +83,16 @@ fn agent_config(
         libbpf_sys::bpf_map_create_opts { sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _, ..Default::default() };
     let map_value_bytes = size_of::<intf::emulated_rss>() as u32;
     MapHandle::create(MapType::Array, Some("registers"), 4, map_value_bytes, 1, &map_options)?.pin(&rss_map_path)?;
-    Ok(Config {
+    Ok(AgentConfig {
         server: "s0".to_owned(),
         controllers: controller.grpc_address.into(),
         interface: "eth0".to_owned(),
         pin_directory: pin_directory.join("agent"),
         manage_rss: true,
         manage_timestamps: true,
-        steer: Steer::Affinity,
-        load: config::Load::Published { path: busy_times_path },
-        rss: config::Rss::Testbed { path: rss_map_path, entries: 128 },
+        steer: SteeringMode::Affinity,
+        load: config::LoadSourceConfig::Published { path: busy_times_path },
+        rss: config::RssSourceConfig::Testbed { path: rss_map_path, entries: 128 },
         metrics: None,
         tls: None,
         dispatch: None,
@@ -101,9 +101,9 @@ fn agent_config(
 }
 
 /// Directory for BPF pins on bpffs, which is removed when this value is dropped.
-pub(crate) struct PinDirectory(pub(crate) PathBuf);
+pub(crate) struct BpfPinDirectory(pub(crate) PathBuf);
 
-impl PinDirectory {
+impl BpfPinDirectory {
     pub(crate) fn new() -> anyhow::Result<Self> {
         let path = PathBuf::from(format!("/sys/fs/bpf/coreward-bench-{}", std::process::id()));
         fs::create_dir(&path).with_context(|| format!("{} (is bpffs mounted?)", path.display()))?;
@@ -111,7 +111,7 @@ impl PinDirectory {
     }
 }
 
-impl Drop for PinDirectory {
+impl Drop for BpfPinDirectory {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
@@ -128,7 +128,10 @@ async fn fetch_accepted_report_count(controller: &mut ControllerProcess) -> anyh
     Ok(controller.fetch_status().await?.accepted_reports)
 }
 
-async fn measure_windows(args: &Args, controller: &mut ControllerProcess) -> anyhow::Result<Vec<AgentWindow>> {
+async fn measure_windows(
+    args: &AgentBenchArgs,
+    controller: &mut ControllerProcess,
+) -> anyhow::Result<Vec<AgentWindow>> {
     // The wait lasts until the agent has its configuration and reports regularly.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
@@ -148,21 +151,23 @@ async fn measure_windows(args: &Args, controller: &mut ControllerProcess) -> any
     Ok(windows)
 }
 
-fn build_report(args: &Args, windows: &[AgentWindow]) -> Report {
-    let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
-    let mut add_result_row = |row_name: &str, to_value: fn(&AgentWindow) -> f64, goal: Option<Goal>| {
+fn build_agent_report(args: &AgentBenchArgs, windows: &[AgentWindow]) -> BenchReport {
+    let mut table = ReportTable::new(&["", "median", "least", "most", "goal", "verdict"]);
+    let mut add_result_row = |row_name: &str, to_value: fn(&AgentWindow) -> f64, goal: Option<MeasurementGoal>| {
         let median_min_max = median_min_max(windows.iter().map(to_value));
         // One decimal is not enough, because the percentage is below 1.
         let value_cells = median_min_max.map(|value| format!("{value:.2}").into());
-        table.add_row([row_name.into()].into_iter().chain(value_cells).chain(goal_cells(goal, median_min_max[0])));
+        table.add_row(
+            [row_name.into()].into_iter().chain(value_cells).chain(goal_and_verdict_cells(goal, median_min_max[0])),
+        );
     };
-    add_result_row("CPU of the agent, % of one", |window| window.cpu_pct, Some(Goal::AtMost(1.0)));
+    add_result_row("CPU of the agent, % of one", |window| window.cpu_pct, Some(MeasurementGoal::AtMost(1.0)));
     add_result_row("CPU per report (its share of the checks included), us", |window| window.cpu_per_report_us, None);
     add_result_row("reports taken per second", |window| window.reports_per_second, None);
-    Report {
+    BenchReport {
         name: "agent",
         heading: "The agent",
-        method: format!(
+        method_description: format!(
             "The agent at a veth device of {} receive queues reports {} cores every {} ms to a controller by gRPC. \
              Once a second it checks RSS, interrupts and workers. Its thread's CPU time is measured in {} windows of \
              {} s.",

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use anyhow::ensure;
 
 use crate::environment::BackgroundLoadMeter;
-use crate::page::GeneratedPart;
-use crate::report::Report;
+use crate::page::GeneratedPagePart;
+use crate::report::BenchReport;
 use crate::xdp::{self, flood, server, throughput};
 use crate::{
     agent, conn_count, controller, controller_process, cpu_load, dispatch, environment, idle, orchestrate, page,
@@ -17,50 +17,50 @@ use crate::{
 #[derive(clap::Args)]
 pub struct BenchArgs {
     #[command(subcommand)]
-    command: Command,
+    command: BenchCommand,
     /// Print JSON, one line per report
     #[arg(long, global = true)]
     json: bool,
 }
 
 #[derive(clap::Subcommand)]
-enum Command {
+enum BenchCommand {
     /// Compare the policies in virtual time
-    Placement(placement::Args),
+    Placement(placement::PlacementBenchArgs),
     /// Measure the cost of the load balancer's program per packet (needs root)
-    Xdp(xdp::Args),
+    Xdp(xdp::XdpBenchArgs),
     /// Measure the cost of the server's programs per packet (needs root)
     Server(xdp::MeasurementLength),
     /// Measure how a SYN flood on one CPU affects established packets on another (needs root)
     Flood(xdp::MeasurementLength),
     /// Measure the rate of live frames through the load balancer's program (needs root)
-    Throughput(throughput::Args),
+    Throughput(throughput::ThroughputBenchArgs),
     /// Measure the cost of selecting the worker of a request (needs root)
-    Dispatch(dispatch::Args),
+    Dispatch(dispatch::DispatchBenchArgs),
     /// Measure requests to cores through shared memory: decisions, round trips, messages
-    Orchestrate(orchestrate::Args),
+    Orchestrate(orchestrate::OrchestrateBenchArgs),
     /// Measure the load of a core that receives packets, and the cost of that measurement (needs root)
-    CpuLoad(cpu_load::Args),
+    CpuLoad(cpu_load::CpuLoadBenchArgs),
     /// Measure the cost of the agent (needs root)
-    Agent(agent::Args),
+    Agent(agent::AgentBenchArgs),
     /// Measure the cost of idle connections for other connections at a server (needs root)
-    Idle(idle::Args),
+    Idle(idle::IdleBenchArgs),
     /// Measure the cost of the agent's count of connections (needs root)
-    Counting(conn_count::Args),
+    Counting(conn_count::CountingBenchArgs),
     /// Measure the cost of the controller, with emulated agents
-    Controller(controller::Args),
+    Controller(controller::ControllerBenchArgs),
     /// Measure the cost of the controller behind rack controllers, with emulated agents
-    Racks(racks::Args),
+    Racks(racks::RacksBenchArgs),
     #[command(hide = true)]
-    ControllerProcess(controller_process::ProcessArgs),
+    ControllerProcess(controller_process::ControllerProcessArgs),
     /// Measure how many agents a controller on one CPU serves, and the delay of its tables (needs root)
-    Scale(scale::Args),
+    Scale(scale::ScaleBenchArgs),
     #[command(hide = true)]
-    LoadBalancerProcess(test_env::ProcessArgs),
+    LoadBalancerProcess(test_env::LoadBalancerProcessArgs),
     /// Measure how soon a load balancer with many services forwards packets and applies a change (needs root)
-    Start(startup::Args),
+    Start(startup::StartupBenchArgs),
     /// Measure the speed of the simulator
-    Sim(sim::Args),
+    Sim(sim::SimBenchArgs),
     /// Run all benches of docs/cost.md (needs root)
     All {
         /// Also write the reports into the generated sections of this Markdown file
@@ -71,55 +71,57 @@ enum Command {
 
 /// Runs a bench, and prints or writes its report. Fails when the bench cannot run on this machine, or a file cannot be
 /// written.
-pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
+pub fn run_bench_command(arguments: &BenchArgs) -> anyhow::Result<()> {
     match &arguments.command {
-        Command::Placement(args) => {
+        BenchCommand::Placement(args) => {
             placement::print_variance_table(args);
             Ok(())
         }
-        Command::Xdp(args) => arguments.print_report(&xdp::run(args)?),
-        Command::Server(args) => arguments.print_report(&server::run(args)?),
-        Command::Flood(args) => arguments.print_report(&flood::run(args)?),
-        Command::Throughput(args) => arguments.print_report(&throughput::run(args)?),
-        Command::Dispatch(args) => arguments.print_report(&dispatch::run(args)?),
-        Command::Orchestrate(args) => arguments.print_report(&orchestrate::run(args)?),
-        Command::CpuLoad(args) => arguments.print_report(&cpu_load::run(args)?),
-        Command::Agent(args) => arguments.print_report(&agent::run(args)?),
-        Command::Idle(args) => arguments.print_report(&idle::run(args)?),
-        Command::Counting(args) => arguments.print_report(&conn_count::run(args)?),
-        Command::Controller(args) => arguments.print_report(&controller::run(args)?),
-        Command::Racks(args) => arguments.print_report(&racks::run(args)?),
-        Command::ControllerProcess(args) => controller_process::run_process(args),
-        Command::Scale(args) => arguments.print_report(&scale::run(args)?),
-        Command::LoadBalancerProcess(args) => test_env::run_process(args),
-        Command::Start(args) => arguments.print_report(&startup::run(args)?),
-        Command::Sim(args) => arguments.print_report(&sim::run(args)?),
-        Command::All { write } => arguments.run_cost_page_benches(write.as_deref()),
+        BenchCommand::Xdp(args) => arguments.print_report(&xdp::run_xdp_bench(args)?),
+        BenchCommand::Server(args) => arguments.print_report(&server::run_server_bench(args)?),
+        BenchCommand::Flood(args) => arguments.print_report(&flood::run_flood_bench(args)?),
+        BenchCommand::Throughput(args) => arguments.print_report(&throughput::run_throughput_bench(args)?),
+        BenchCommand::Dispatch(args) => arguments.print_report(&dispatch::run_dispatch_bench(args)?),
+        BenchCommand::Orchestrate(args) => arguments.print_report(&orchestrate::run_orchestrate_bench(args)?),
+        BenchCommand::CpuLoad(args) => arguments.print_report(&cpu_load::run_cpu_load_bench(args)?),
+        BenchCommand::Agent(args) => arguments.print_report(&agent::run_agent_bench(args)?),
+        BenchCommand::Idle(args) => arguments.print_report(&idle::run_idle_bench(args)?),
+        BenchCommand::Counting(args) => arguments.print_report(&conn_count::run_counting_bench(args)?),
+        BenchCommand::Controller(args) => arguments.print_report(&controller::run_controller_bench(args)?),
+        BenchCommand::Racks(args) => arguments.print_report(&racks::run_racks_bench(args)?),
+        BenchCommand::ControllerProcess(args) => controller_process::run_controller_process(args),
+        BenchCommand::Scale(args) => arguments.print_report(&scale::run_scale_bench(args)?),
+        BenchCommand::LoadBalancerProcess(args) => test_env::run_load_balancer_process(args),
+        BenchCommand::Start(args) => arguments.print_report(&startup::run_startup_bench(args)?),
+        BenchCommand::Sim(args) => arguments.print_report(&sim::run_sim_bench(args)?),
+        BenchCommand::All { write } => arguments.run_cost_page_benches(write.as_deref()),
     }
 }
 
-type BenchFunction = fn() -> anyhow::Result<Report>;
+type BenchFunction = fn() -> anyhow::Result<BenchReport>;
 
 /// Names and functions of the benches in docs/cost.md, in the order of that page.
 const COST_PAGE_BENCHES: [(&str, BenchFunction); 12] = [
-    ("xdp", || xdp::run(&xdp::Args::default())),
-    ("server", || server::run(&xdp::MeasurementLength::default())),
-    ("flood", || flood::run(&xdp::MeasurementLength::default())),
-    ("throughput", || throughput::run(&throughput::Args::default())),
-    ("dispatch", || dispatch::run(&dispatch::Args::default())),
-    ("orchestrate", || orchestrate::run(&orchestrate::Args::default())),
-    ("cpu-load", || cpu_load::run(&cpu_load::Args::default())),
-    ("agent", || agent::run(&agent::Args::default())),
-    ("idle", || idle::run(&idle::Args::default())),
-    ("counting", || conn_count::run(&conn_count::Args::default())),
-    ("controller", || controller::run(&controller::Args::default())),
-    ("sim", || sim::run(&sim::Args::default())),
+    ("xdp", || xdp::run_xdp_bench(&xdp::XdpBenchArgs::default())),
+    ("server", || server::run_server_bench(&xdp::MeasurementLength::default())),
+    ("flood", || flood::run_flood_bench(&xdp::MeasurementLength::default())),
+    ("throughput", || throughput::run_throughput_bench(&throughput::ThroughputBenchArgs::default())),
+    ("dispatch", || dispatch::run_dispatch_bench(&dispatch::DispatchBenchArgs::default())),
+    ("orchestrate", || orchestrate::run_orchestrate_bench(&orchestrate::OrchestrateBenchArgs::default())),
+    ("cpu-load", || cpu_load::run_cpu_load_bench(&cpu_load::CpuLoadBenchArgs::default())),
+    ("agent", || agent::run_agent_bench(&agent::AgentBenchArgs::default())),
+    ("idle", || idle::run_idle_bench(&idle::IdleBenchArgs::default())),
+    ("counting", || conn_count::run_counting_bench(&conn_count::CountingBenchArgs::default())),
+    ("controller", || controller::run_controller_bench(&controller::ControllerBenchArgs::default())),
+    ("sim", || sim::run_sim_bench(&sim::SimBenchArgs::default())),
 ];
 
 impl BenchArgs {
-    fn print_report(&self, report: &Report) -> anyhow::Result<()> {
-        let report =
-            &Report { method: format!("{} {}", report.method, environment::describe_measurement()), ..report.clone() };
+    fn print_report(&self, report: &BenchReport) -> anyhow::Result<()> {
+        let report = &BenchReport {
+            method_description: format!("{} {}", report.method_description, environment::describe_measurement()),
+            ..report.clone()
+        };
         if self.json {
             println!("{}", report.to_json())
         } else {
@@ -137,18 +139,24 @@ impl BenchArgs {
             match measure() {
                 Ok(report) => {
                     self.print_report(&report)?;
-                    page_parts.push(GeneratedPart { name, text: report.to_string() });
+                    page_parts.push(GeneratedPagePart { name, markdown_text: report.to_string() });
                 }
                 Err(error) => {
                     eprintln!("bench {name}: {error:#}");
-                    page_parts
-                        .push(GeneratedPart { name, text: format!("`bench {name}` failed in this run: {error:#}.") });
+                    page_parts.push(GeneratedPagePart {
+                        name,
+                        markdown_text: format!("`bench {name}` failed in this run: {error:#}."),
+                    });
                     failed_benches.push(name);
                 }
             }
         }
         if let Some(page) = page {
-            page::replace_parts_in_file(page, &format!("{environment} {}", background_load.describe()?), page_parts)?;
+            page::replace_parts_in_file(
+                page,
+                &format!("{environment} {}", background_load.describe_background_load()?),
+                page_parts,
+            )?;
         }
         ensure!(failed_benches.is_empty(), "failed: {}", failed_benches.join(", "));
         Ok(())

@@ -11,11 +11,11 @@ use anyhow::{Context as _, ensure};
 use coreward_dataplane::sockets::counts::count_connections;
 use coreward_model::statistics::median;
 
-use crate::report::{Report, Table};
+use crate::report::{BenchReport, ReportTable};
 
 /// Options of `coreward-lab bench counting`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct CountingBenchArgs {
     /// Numbers of connections at the server
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000")]
     connections: Vec<u32>,
@@ -24,7 +24,7 @@ pub struct Args {
     rounds: u32,
 }
 
-impl Default for Args {
+impl Default for CountingBenchArgs {
     fn default() -> Self {
         parse_default_args()
     }
@@ -39,24 +39,24 @@ const ACCEPT_BACKLOG: i32 = 1 << 20;
 
 /// Measures the connection count in a new thread, which enters its own network namespace. Fails without root, or when
 /// sockets are not available.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
-    namespace::measure_in_thread("counting", args, measure)
+pub fn run_counting_bench(args: &CountingBenchArgs) -> anyhow::Result<BenchReport> {
+    namespace::measure_in_thread("counting", args, measure_connection_counting)
 }
 
-fn measure(args: &Args) -> anyhow::Result<Report> {
+fn measure_connection_counting(args: &CountingBenchArgs) -> anyhow::Result<BenchReport> {
     namespace::enter_new_network_namespace()?;
     run_ip_command("link set lo up")?;
     std::fs::write("/proc/sys/net/core/somaxconn", ACCEPT_BACKLOG.to_string()).context("net.core.somaxconn")?;
     let mut table =
-        Table::new(&["connections", "one port, ms", "CPU of it, ms", "of 4 services, ms", "CPU of these, ms"]);
+        ReportTable::new(&["connections", "one port, ms", "CPU of it, ms", "of 4 services, ms", "CPU of these, ms"]);
     let mut server = ConnectionSink::start()?;
     for connection_count in &args.connections {
         server.open_connections_up_to(*connection_count)?;
         let one_port_times_ms = server.measure_median_count_times_ms(args.rounds, &[server.address])?;
-        let unused_service = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        let unused_service_address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let four_services_times_ms = server.measure_median_count_times_ms(
             args.rounds,
-            &[server.address, unused_service(1), unused_service(2), unused_service(3)],
+            &[server.address, unused_service_address(1), unused_service_address(2), unused_service_address(3)],
         )?;
         table.add_row([
             (*connection_count).into(),
@@ -66,10 +66,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
             four_services_times_ms.1.into(),
         ]);
     }
-    Ok(Report {
+    Ok(BenchReport {
         name: "counting",
         heading: "Counting connections",
-        method: format!(
+        method_description: format!(
             "The agent counts its services' connections by the kernel's sock_diag(7). Durations are medians of {} \
              counts of real sockets (CLOSE-WAIT). If all services have one port, the kernel skips all other sockets.",
             args.rounds

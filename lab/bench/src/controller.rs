@@ -10,11 +10,11 @@ use tokio::time::{Instant, sleep};
 use crate::controller_process::{ControllerProcess, ScratchDirectory, receive_tables, subscribe_to_tables};
 use crate::default_args::parse_default_args;
 use crate::fake_agent::{self, server_name_of_agent};
-use crate::report::{Cell, Goal, Report, Table, goal_cells, median_min_max};
+use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_and_verdict_cells, median_min_max};
 
 /// Options of `coreward-lab bench controller`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct ControllerBenchArgs {
     /// Number of agents, each with its own connection
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     pub(crate) agents: u32,
@@ -41,24 +41,24 @@ pub struct Args {
     pub(crate) window_seconds: u64,
 }
 
-impl Default for Args {
+impl Default for ControllerBenchArgs {
     fn default() -> Self {
         parse_default_args()
     }
 }
 
 /// Runs the bench of the controller. Fails when the controller does not start, or an agent cannot connect.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
+pub fn run_controller_bench(args: &ControllerBenchArgs) -> anyhow::Result<BenchReport> {
     coreward_control_server::server::raise_open_file_limit();
     let scratch_directory = ScratchDirectory::new()?;
-    let mut controller = ControllerProcess::start(&fleet_document(args), None, &scratch_directory.0)?;
+    let mut controller = ControllerProcess::start(&build_fleet_document(args), None, &scratch_directory.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let results = runtime.block_on(measure(args, &mut controller))?;
-    Ok(build_report(args, &results))
+    let results = runtime.block_on(measure_controller(args, &mut controller))?;
+    Ok(build_controller_report(args, &results))
 }
 
 /// Returns the bench's fleet document (TOML), in which each service has one VIP and an equal share of the servers.
-pub(crate) fn fleet_document(args: &Args) -> String {
+pub(crate) fn build_fleet_document(args: &ControllerBenchArgs) -> String {
     let mut document = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
     for agent in 0..args.agents {
         let address_octets = agent.to_be_bytes();
@@ -95,7 +95,7 @@ pub(crate) struct ControllerWindow {
     pub(crate) reports_per_second: f64,
 }
 
-struct ControllerResults {
+struct ControllerBenchResults {
     windows: Vec<ControllerWindow>,
     resident_mib: u64,
     /// Absolute differences between the report interval and the times from one table to the next, at all load
@@ -104,13 +104,16 @@ struct ControllerResults {
     table_bytes: usize,
 }
 
-async fn measure(args: &Args, controller: &mut ControllerProcess) -> anyhow::Result<ControllerResults> {
+async fn measure_controller(
+    args: &ControllerBenchArgs,
+    controller: &mut ControllerProcess,
+) -> anyhow::Result<ControllerBenchResults> {
     let mut table_tasks = Vec::new();
     for balancer in 0..args.load_balancers {
         table_tasks.push(tokio::spawn(receive_tables(subscribe_to_tables(controller, balancer).await?)));
     }
     let report_interval = Duration::from_millis(args.report_interval_ms);
-    fake_agent::start_agents(controller, args.agents, args.cores, report_interval).await?;
+    fake_agent::start_fake_agents(controller, args.agents, args.cores, report_interval).await?;
     // The first reports are not measured, because they also carry RSS keys and tables.
     sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
@@ -129,7 +132,7 @@ async fn measure(args: &Args, controller: &mut ControllerProcess) -> anyhow::Res
     let rejected_report_count: u64 = status.rejected_reports.values().sum();
     ensure!(rejected_report_count == 0, "{rejected_report_count} reports were rejected: {:?}", status.rejected_reports);
     controller.child.kill()?;
-    let mut results = ControllerResults { windows, resident_mib, table_jitter_ms: Vec::new(), table_bytes: 0 };
+    let mut results = ControllerBenchResults { windows, resident_mib, table_jitter_ms: Vec::new(), table_bytes: 0 };
     for table_task in table_tasks {
         let (arrival_times, table_bytes) = table_task.await?;
         let expected_table_gap_ms = args.report_interval_ms as f64;
@@ -164,28 +167,28 @@ pub(crate) async fn measure_window(
     })
 }
 
-fn build_report(args: &Args, results: &ControllerResults) -> Report {
-    let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
-    let mut add_result_row = |row_name: &str, to_value: fn(&ControllerWindow) -> f64, goal: Option<Goal>| {
+fn build_controller_report(args: &ControllerBenchArgs, results: &ControllerBenchResults) -> BenchReport {
+    let mut table = ReportTable::new(&["", "median", "least", "most", "goal", "verdict"]);
+    let mut add_result_row = |row_name: &str, to_value: fn(&ControllerWindow) -> f64, goal: Option<MeasurementGoal>| {
         let median_min_max = median_min_max(results.windows.iter().map(to_value));
         table.add_row(
             [row_name.into()]
                 .into_iter()
-                .chain(median_min_max.map(Cell::Decimal))
-                .chain(goal_cells(goal, median_min_max[0])),
+                .chain(median_min_max.map(TableCell::Decimal))
+                .chain(goal_and_verdict_cells(goal, median_min_max[0])),
         );
     };
-    let half_cpu_goal = Some(Goal::AtMost(50.0));
+    let half_cpu_goal = Some(MeasurementGoal::AtMost(50.0));
     add_result_row("CPU of the controller, % of one", |window| window.user_pct + window.system_pct, half_cpu_goal);
     add_result_row("  of it in the kernel (TCP), %", |window| window.system_pct, None);
     add_result_row("CPU per report (its share of tables included), us", |window| window.cpu_per_report_us, None);
     add_result_row("reports taken per second", |window| window.reports_per_second, None);
     let jitter_row_name = "tables early or late at the load balancers, ms";
-    table.add_summary_row(jitter_row_name, results.table_jitter_ms.iter().copied(), goal_cells(None, 0.0));
-    Report {
+    table.add_summary_row(jitter_row_name, results.table_jitter_ms.iter().copied(), goal_and_verdict_cells(None, 0.0));
+    BenchReport {
         name: "controller",
         heading: "The controller",
-        method: format!(
+        method_description: format!(
             "{} agents of {} cores report every {} ms, each over its own connection (loopback). At the same rate {} \
              load balancers receive a table of {} ({} bytes). CPU times are from /proc/PID/stat in {} windows of {} s. \
              Resident memory is {} MiB.",

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_api::types::Status;
-use coreward_http::client::Client;
-use coreward_http::tokens::token_path;
+use coreward_http::client::ControllerClient;
+use coreward_http::tokens::token_file_path;
 use coreward_rpc::v1::control_client::ControlClient;
-use coreward_tls::connect::Connector;
-use coreward_tls::{Role, Tls};
+use coreward_tls::connect::GrpcConnector;
+use coreward_tls::{FleetRole, ReloadableCredentials};
 use coreward_wire::v1::{dataplane_update, load_balancer_message};
 use coreward_wire::{table, v1};
 use tokio::net::TcpStream;
@@ -25,14 +25,14 @@ use crate::certificates::TestCertificateAuthority;
 
 /// Options of the process of the measured controller.
 #[derive(Debug, Clone, clap::Args)]
-pub struct ProcessArgs {
+pub struct ControllerProcessArgs {
     #[arg(long)]
     config: std::path::PathBuf,
 }
 
 /// Runs the controller in this process, as `coreward controller` does. Fails in the same cases.
-pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
-    coreward_control_server::server::run(&args.config)
+pub fn run_controller_process(args: &ControllerProcessArgs) -> anyhow::Result<()> {
+    coreward_control_server::server::run_controller(&args.config)
 }
 
 /// Temporary directory, which is removed when this value is dropped.
@@ -91,13 +91,14 @@ impl ControllerProcess {
         directory: &Path,
     ) -> anyhow::Result<Self> {
         // Finds a free port, which the controller binds shortly afterwards.
-        let free_address = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
-        let (address, api_address, metrics_address) = (free_address()?, free_address()?, free_address()?);
+        let find_free_address = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
+        let (address, api_address, metrics_address) =
+            (find_free_address()?, find_free_address()?, find_free_address()?);
         let store_path = directory.join("controller.redb");
         let config_path = directory.join("controller.toml");
         let tls_table = certificate_authority
             .as_ref()
-            .map(|authority| authority.issue_as_tls_table(Role::Controller, "controller"))
+            .map(|authority| authority.issue_as_tls_table(FleetRole::Controller, "controller"))
             .transpose()?;
         std::fs::write(
             &config_path,
@@ -109,7 +110,7 @@ impl ControllerProcess {
         )?;
         let mut command = Command::new(std::env::current_exe()?);
         let process = command.args(["bench", "controller-process"]).arg("--config").arg(config_path).spawn()?;
-        let operator_token_path = token_path(directory, coreward_api::Role::Operator);
+        let operator_token_path = token_file_path(directory, coreward_api::Role::Operator);
         Ok(Self {
             child: process,
             grpc_address: address,
@@ -134,7 +135,7 @@ impl ControllerProcess {
     }
 
     /// Returns the `[tls]` table for another daemon's configuration file, which is empty without TLS.
-    pub(crate) fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
+    pub(crate) fn tls_config_toml(&self, role: FleetRole, name: &str) -> anyhow::Result<String> {
         Ok(self
             .certificate_authority
             .as_ref()
@@ -144,20 +145,20 @@ impl ControllerProcess {
     }
 
     /// Waits until the controller listens, and connects to it with this role and name.
-    pub(crate) async fn connect_as(&mut self, role: Role, name: &str) -> anyhow::Result<ControlClient<Channel>> {
+    pub(crate) async fn connect_as(&mut self, role: FleetRole, name: &str) -> anyhow::Result<ControlClient<Channel>> {
         self.wait_until_listening().await?;
         let credential_files =
-            self.certificate_authority.as_ref().map(|authority| authority.issue(role, name)).transpose()?;
-        let tls = credential_files.map(Tls::load).transpose()?;
-        let connector = Connector::new(self.grpc_address, tls.map(|tls| (tls, &[Role::Controller][..])));
+            self.certificate_authority.as_ref().map(|authority| authority.issue_certificate(role, name)).transpose()?;
+        let tls = credential_files.map(ReloadableCredentials::load_from_files).transpose()?;
+        let connector = GrpcConnector::new(self.grpc_address, tls.map(|tls| (tls, &[FleetRole::Controller][..])));
         let endpoint = Endpoint::from_shared(format!("http://{}", self.grpc_address))?;
         Ok(ControlClient::new(endpoint.connect_with_connector(connector).await?))
     }
 
     /// Waits until the controller listens, and returns an API client with an operator's token.
-    pub(crate) async fn operator_client(&mut self) -> anyhow::Result<Client> {
+    pub(crate) async fn operator_client(&mut self) -> anyhow::Result<ControllerClient> {
         self.wait_until_listening().await?;
-        Client::new(self.api_address.into(), &self.token_path)
+        ControllerClient::new(self.api_address.into(), &self.token_path)
     }
 
     pub(crate) async fn fetch_status(&mut self) -> anyhow::Result<Status> {
@@ -168,20 +169,20 @@ impl ControllerProcess {
     pub(crate) fn user_and_system_cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
         let stat_line = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
         let (_, fields) = stat_line.rsplit_once(") ").context("a stat file without a name in brackets")?;
-        let ticks_at = |field_number: usize| -> anyhow::Result<f64> {
+        let parse_ticks_in_field = |field_number: usize| -> anyhow::Result<f64> {
             Ok(fields.split(' ').nth(field_number - 3).context("a short stat file")?.parse::<f64>()?)
         };
         let ticks_per_second =
             nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no clock ticks")? as f64;
-        Ok((ticks_at(14)? / ticks_per_second, ticks_at(15)? / ticks_per_second))
+        Ok((parse_ticks_in_field(14)? / ticks_per_second, parse_ticks_in_field(15)? / ticks_per_second))
     }
 
     pub(crate) fn resident_mib(&self) -> anyhow::Result<u64> {
-        self.memory_mib("VmRSS:")
+        self.memory_mib_from_status("VmRSS:")
     }
 
     /// Returns the value (MiB) in the line with this prefix of the controller's /proc/PID/status (proc(5)).
-    pub(crate) fn memory_mib(&self, prefix: &str) -> anyhow::Result<u64> {
+    pub(crate) fn memory_mib_from_status(&self, prefix: &str) -> anyhow::Result<u64> {
         let proc_status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
         let status_line =
             proc_status.lines().find_map(|line| line.strip_prefix(prefix)).with_context(|| format!("no {prefix}"))?;
@@ -203,7 +204,7 @@ pub(crate) async fn subscribe_to_tables(
     let message = Some(load_balancer_message::Message::Registration(registration));
     sender.send(v1::LoadBalancerMessage { message }).await?;
     let updates = controller
-        .connect_as(Role::Lb, &format!("lb{lb_index}"))
+        .connect_as(FleetRole::Lb, &format!("lb{lb_index}"))
         .await?
         .load_balancer(ReceiverStream::new(receiver))
         .await?

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace::{self, run_ip_command, run_script_with_sysfs};
-use crate::report::{Cell, Report, Table};
+use crate::report::{BenchReport, ReportTable, TableCell};
 use crate::run_time::enable_run_time_statistics;
 use crate::xdp::throughput::wire::{LOAD_BALANCER_MAC, NapiThread, VethPair};
-use crate::xdp::{median_of_rounds, quartile_range};
+use crate::xdp::{median_of_rounds, quartile_range_text};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::cpu_load::CpuBusyTimeCounter;
 use libbpf_rs::query::ProgInfoIter;
@@ -26,7 +26,7 @@ mod skeleton {
 
 /// Options of `coreward-lab bench cpu-load`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct CpuLoadBenchArgs {
     /// Number of windows per case
     #[arg(long, default_value_t = Self::default().windows, value_parser = clap::value_parser!(u32).range(1..))]
     windows: u32,
@@ -35,7 +35,7 @@ pub struct Args {
     window_ms: u64,
 }
 
-impl Default for Args {
+impl Default for CpuLoadBenchArgs {
     fn default() -> Self {
         Self { windows: 7, window_ms: 4000 }
     }
@@ -53,7 +53,7 @@ struct ReceiveCase {
     burst_size_and_pause: (usize, Duration),
 }
 
-const CASES: [ReceiveCase; 5] = [
+const RECEIVE_CASES: [ReceiveCase; 5] = [
     ReceiveCase { name: "no packets", uses_threaded_napi: false, burst_size_and_pause: (0, Duration::from_millis(1)) },
     ReceiveCase {
         name: "softirq, bursts of 16",
@@ -78,18 +78,18 @@ const CASES: [ReceiveCase; 5] = [
 ];
 
 /// Measures loads in a new thread, which enters its own network namespace. Fails without root, or with only one CPU.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
+pub fn run_cpu_load_bench(args: &CpuLoadBenchArgs) -> anyhow::Result<BenchReport> {
     let cpu_count = std::thread::available_parallelism()?.get();
     ensure!(
         cpu_count > RECEIVER_CPU,
         "coreward-lab bench cpu-load: one CPU sends, another receives: expected 2 CPUs, this has {cpu_count}"
     );
-    namespace::measure_in_thread("cpu-load", args, measure)
+    namespace::measure_in_thread("cpu-load", args, measure_cpu_load)
 }
 
-fn measure(args: &Args) -> anyhow::Result<Report> {
+fn measure_cpu_load(args: &CpuLoadBenchArgs) -> anyhow::Result<BenchReport> {
     let _run_time_statistics = enable_run_time_statistics()?;
-    let mut load_table = Table::new(&[
+    let mut load_table = ReportTable::new(&[
         "packets by",
         "load, %",
         "not idle, %",
@@ -99,17 +99,18 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         "sum, %",
         "events/s",
     ]);
-    let mut cost_table = Table::new(&["packets by", "program, ns", "empty, ns", "above empty, ns", "CPU of it, %"]);
-    for case in CASES {
-        let windows = measure_case(&case, args)?;
+    let mut cost_table =
+        ReportTable::new(&["packets by", "program, ns", "empty, ns", "above empty, ns", "CPU of it, %"]);
+    for case in RECEIVE_CASES {
+        let windows = measure_receive_case(&case, args)?;
         load_table.add_row(load_row(case.name, &windows));
         cost_table.add_row(cost_row(case.name, &windows));
     }
-    let Args { windows, window_ms } = args;
-    Ok(Report {
+    let CpuLoadBenchArgs { windows, window_ms } = args;
+    Ok(BenchReport {
         name: "cpu-load",
         heading: "The load of a core",
-        method: format!(
+        method_description: format!(
             "CPU {SENDER_CPU} sends UDP datagrams to a veth device, and CPU {RECEIVER_CPU} drops them, by RPS or in a \
              NAPI thread. cpu_load.bpf.c measures `load`. /proc/stat has `not idle`, `stolen` and `sum` (of all \
              columns). `difference` is the distance of `load`, in percentage points, from the range `not idle` less \
@@ -125,7 +126,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 /// Measured load of the receiving CPU and cost of this measurement, in one window. Loads are in % of one CPU.
 struct LoadWindow {
     measured_load_pct: f64,
-    kernel_load: KernelLoad,
+    kernel_load: KernelCpuLoad,
     events_per_second: f64,
     program_ns_per_event: f64,
     empty_program_ns_per_event: f64,
@@ -134,7 +135,7 @@ struct LoadWindow {
 impl LoadWindow {
     /// Returns by how many percentage points the measured load is outside the range of the kernel's accounting.
     fn distance_from_kernel_load_pct(&self) -> f64 {
-        let KernelLoad { not_idle_pct, stolen_pct, .. } = self.kernel_load;
+        let KernelCpuLoad { not_idle_pct, stolen_pct, .. } = self.kernel_load;
         self.measured_load_pct - self.measured_load_pct.clamp(not_idle_pct - stolen_pct, not_idle_pct)
     }
 }
@@ -147,7 +148,7 @@ fn median_of_windows(windows: &[LoadWindow], to_value: fn(&LoadWindow) -> f64) -
     median_of_rounds(&values_by_window(windows, to_value))
 }
 
-fn load_row(case_name: &str, windows: &[LoadWindow]) -> [Cell; 8] {
+fn load_row(case_name: &str, windows: &[LoadWindow]) -> [TableCell; 8] {
     let distances_pct = values_by_window(windows, LoadWindow::distance_from_kernel_load_pct);
     [
         case_name.into(),
@@ -155,13 +156,13 @@ fn load_row(case_name: &str, windows: &[LoadWindow]) -> [Cell; 8] {
         median_of_windows(windows, |window| window.kernel_load.not_idle_pct).into(),
         median_of_windows(windows, |window| window.kernel_load.stolen_pct).into(),
         median_of_rounds(&distances_pct).into(),
-        quartile_range(&distances_pct).into(),
+        quartile_range_text(&distances_pct).into(),
         median_of_windows(windows, |window| window.kernel_load.all_states_pct).into(),
         (median_of_windows(windows, |window| window.events_per_second) as u64).into(),
     ]
 }
 
-fn cost_row(case_name: &str, windows: &[LoadWindow]) -> [Cell; 5] {
+fn cost_row(case_name: &str, windows: &[LoadWindow]) -> [TableCell; 5] {
     let program_ns_per_event = median_of_windows(windows, |window| window.program_ns_per_event);
     let empty_program_ns_per_event = median_of_windows(windows, |window| window.empty_program_ns_per_event);
     let program_cpu_pct =
@@ -175,7 +176,7 @@ fn cost_row(case_name: &str, windows: &[LoadWindow]) -> [Cell; 5] {
     ]
 }
 
-fn measure_case(case: &ReceiveCase, args: &Args) -> anyhow::Result<Vec<LoadWindow>> {
+fn measure_receive_case(case: &ReceiveCase, args: &CpuLoadBenchArgs) -> anyhow::Result<Vec<LoadWindow>> {
     namespace::enter_new_network_namespace()?;
     let veth_pair = VethPair::new(0)?;
     let _napi_thread = set_receiving_cpu(&veth_pair, RECEIVER_CPU, case.uses_threaded_napi)?;
@@ -197,12 +198,16 @@ fn measure_case(case: &ReceiveCase, args: &Args) -> anyhow::Result<Vec<LoadWindo
 }
 
 fn measure_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> anyhow::Result<LoadWindow> {
-    let (start, kernel_ticks_before, busy_ns_before, run_times_before) =
-        (Instant::now(), CpuTicks::read()?, busy_time_counter.cpu_busy_ns(RECEIVER_CPU), run_times_by_program_id());
+    let (start, kernel_ticks_before, busy_ns_before, run_times_before) = (
+        Instant::now(),
+        ReceiverCpuTicks::read_proc_stat()?,
+        busy_time_counter.cpu_busy_ns(RECEIVER_CPU),
+        run_times_by_program_id(),
+    );
     std::thread::sleep(length);
     let receiver_busy_ns = busy_time_counter.cpu_busy_ns(RECEIVER_CPU) - busy_ns_before;
     let (seconds, kernel_ticks) =
-        (start.elapsed().as_secs_f64(), CpuTicks::read()?.elapsed_since(&kernel_ticks_before));
+        (start.elapsed().as_secs_f64(), ReceiverCpuTicks::read_proc_stat()?.elapsed_since(&kernel_ticks_before));
     let (mut event_count, mut run_ns_sum, mut empty_ns) = (0, 0, 0.0);
     for (id, program) in run_times_by_program_id() {
         let run_count_and_ns_before = run_times_before
@@ -210,7 +215,7 @@ fn measure_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> a
             .map_or((0, 0), |run_time_before| (run_time_before.run_count, run_time_before.total_run_ns));
         let (run_count, run_ns) =
             (program.run_count - run_count_and_ns_before.0, program.total_run_ns - run_count_and_ns_before.1);
-        if program.name == "empty_softirq" {
+        if program.program_name == "empty_softirq" {
             empty_ns = run_ns as f64 / run_count.max(1) as f64;
         } else {
             (event_count, run_ns_sum) = (event_count + run_count, run_ns_sum + run_ns);
@@ -219,7 +224,7 @@ fn measure_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> a
     ensure!(event_count > 0, "no events in {length:?}");
     Ok(LoadWindow {
         measured_load_pct: receiver_busy_ns as f64 / seconds / 1e7,
-        kernel_load: KernelLoad::of(kernel_ticks, seconds),
+        kernel_load: KernelCpuLoad::from_ticks(kernel_ticks, seconds),
         events_per_second: event_count as f64 / seconds,
         program_ns_per_event: run_ns_sum as f64 / event_count as f64,
         empty_program_ns_per_event: empty_ns,
@@ -227,7 +232,7 @@ fn measure_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> a
 }
 
 struct ProgramRunTime {
-    name: String,
+    program_name: String,
     run_count: u64,
     total_run_ns: u64,
 }
@@ -235,14 +240,15 @@ struct ProgramRunTime {
 /// Returns the run times of the measured BPF programs by program ID. If an agent runs on this machine, its programs are
 /// included, because they have the same names.
 fn run_times_by_program_id() -> HashMap<u32, ProgramRunTime> {
-    const PROGRAM_NAMES: [&str; 6] =
+    const MEASURED_PROGRAM_NAMES: [&str; 6] =
         ["task_switch", "interrupt_begin", "interrupt_ends", "softirq_begins", "softirq_ends", "empty_softirq"];
     let run_time_if_measured = |info: libbpf_rs::query::ProgramInfo| {
         let name = info.name.to_string_lossy().into_owned();
         // The kernel keeps only 15 characters of a name.
-        PROGRAM_NAMES
-            .contains(&&name[..])
-            .then_some((info.id, ProgramRunTime { name, run_count: info.run_cnt, total_run_ns: info.run_time_ns }))
+        MEASURED_PROGRAM_NAMES.contains(&&name[..]).then_some((
+            info.id,
+            ProgramRunTime { program_name: name, run_count: info.run_cnt, total_run_ns: info.run_time_ns },
+        ))
     };
     ProgInfoIter::default().filter_map(run_time_if_measured).collect()
 }
@@ -279,10 +285,10 @@ fn send_bursts((burst_size, pause): (usize, Duration), should_stop: &AtomicBool)
 
 /// Time of [`RECEIVER_CPU`] by state (proc(5)), in ticks of 10 ms: user, nice, system, idle, iowait, irq, softirq,
 /// steal.
-struct CpuTicks([u64; 8]);
+struct ReceiverCpuTicks([u64; 8]);
 
-impl CpuTicks {
-    fn read() -> anyhow::Result<Self> {
+impl ReceiverCpuTicks {
+    fn read_proc_stat() -> anyhow::Result<Self> {
         let proc_stat = std::fs::read_to_string("/proc/stat").context("/proc/stat")?;
         let receiver_line = proc_stat.lines().find_map(|line| line.strip_prefix(&format!("cpu{RECEIVER_CPU} ")));
         let columns = receiver_line.context("/proc/stat: the receiving CPU is offline")?.split_whitespace();
@@ -298,15 +304,15 @@ impl CpuTicks {
 }
 
 /// Load of [`RECEIVER_CPU`] by the kernel's accounting in /proc/stat (%).
-struct KernelLoad {
+struct KernelCpuLoad {
     not_idle_pct: f64,
     stolen_pct: f64,
     /// Sum of the times in all states, including idle, in % of the elapsed time.
     all_states_pct: f64,
 }
 
-impl KernelLoad {
-    fn of(CpuTicks(ticks): CpuTicks, seconds: f64) -> Self {
+impl KernelCpuLoad {
+    fn from_ticks(ReceiverCpuTicks(ticks): ReceiverCpuTicks, seconds: f64) -> Self {
         let [.., idle, iowait, _irq, _softirq, stolen_pct] = ticks.map(|ticks| ticks as f64 / seconds);
         let all_states_pct = ticks.iter().sum::<u64>() as f64 / seconds;
         Self { not_idle_pct: 100.0 - (idle + iowait).min(100.0), stolen_pct, all_states_pct }

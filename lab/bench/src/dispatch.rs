@@ -12,12 +12,12 @@ use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::PathBuf;
 
 use crate::namespace::{self, run_ip_command};
-use crate::report::{Goal, Report, Table, goal_cells};
+use crate::report::{BenchReport, MeasurementGoal, ReportTable, goal_and_verdict_cells};
 use crate::run_time::{enable_run_time_statistics, run_ns_and_count};
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::dispatch::{self, DispatchPrograms, Options, Policy, RequestType};
+use coreward_dataplane::dispatch::{self, DispatchOptions, DispatchPolicy, DispatchPrograms, RequestType};
 use coreward_dataplane::reuseport;
-use coreward_model::dispatch::ClassBounds;
+use coreward_model::dispatch::OutstandingBoundsByClass;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Link, MapCore as _, MapFlags};
 
@@ -30,7 +30,7 @@ mod skeleton {
 
 /// Options of `coreward-lab bench dispatch`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct DispatchBenchArgs {
     /// Number of rounds; in each, all programs run one after the other
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
@@ -39,7 +39,7 @@ pub struct Args {
     requests: u32,
 }
 
-impl Default for Args {
+impl Default for DispatchBenchArgs {
     fn default() -> Self {
         Self { rounds: 15, requests: 4096 }
     }
@@ -50,36 +50,37 @@ const CLIENT_COUNT: usize = 61;
 const MAX_OUTSTANDING_REQUESTS: u32 = 48;
 
 /// Returns the goal (ns) for this policy's fastest rounds with this number of workers, or `None` if it has no goal.
-fn goal_for_policy(policy: &str, worker_count: usize) -> Option<Goal> {
-    (policy == Policy::ShortestQueue.name() && worker_count == WORKER_COUNTS[0]).then_some(Goal::AtMost(90.0))
+fn goal_for_policy(policy: &str, worker_count: usize) -> Option<MeasurementGoal> {
+    (policy == DispatchPolicy::ShortestQueue.name() && worker_count == WORKER_COUNTS[0])
+        .then_some(MeasurementGoal::AtMost(90.0))
 }
 
 /// Measures the cost of the dispatch programs in a new thread, which enters its own network namespace. Fails without
 /// root.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
-    namespace::measure_in_thread("dispatch", args, measure)
+pub fn run_dispatch_bench(args: &DispatchBenchArgs) -> anyhow::Result<BenchReport> {
+    namespace::measure_in_thread("dispatch", args, measure_dispatch_programs)
 }
 
-fn measure(args: &Args) -> anyhow::Result<Report> {
+fn measure_dispatch_programs(args: &DispatchBenchArgs) -> anyhow::Result<BenchReport> {
     namespace::enter_new_network_namespace()?;
     run_ip_command("link set lo up")?;
     let _run_time_statistics = enable_run_time_statistics()?;
-    let mut egress_table = Table::new(&["datagram sent, 16 workers", "above empty, ns", "empty, ns"]);
+    let mut egress_table = ReportTable::new(&["datagram sent, 16 workers", "above empty, ns", "empty, ns"]);
     let mut dispatch_table =
-        Table::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
+        ReportTable::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
     for worker_count in WORKER_COUNTS {
         let services = start_services(worker_count)?;
-        let run_ns_by_service_and_round = measure_services(&services, args)?;
+        let run_ns_by_service_and_round = measure_selection_run_times(&services, args)?;
         if worker_count == WORKER_COUNTS[0] {
             add_egress_rows(args, &services, &mut egress_table)?;
         }
         add_policy_rows(worker_count, &run_ns_by_service_and_round, &mut dispatch_table);
     }
-    let Args { rounds, requests } = args;
-    Ok(Report {
+    let DispatchBenchArgs { rounds, requests } = args;
+    Ok(BenchReport {
         name: "dispatch",
         heading: "Which worker gets a request",
-        method: format!(
+        method_description: format!(
             "dispatch.bpf.c runs on datagrams over a loopback, from {CLIENT_COUNT} clients with up to \
              {MAX_OUTSTANDING_REQUESTS} outstanding requests. The kernel's run-time statistics measure it. Values are \
              medians of {rounds} interleaved rounds of {requests} requests. jlq and jbsrq distinguish two types of \
@@ -90,20 +91,23 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 }
 
 /// Starts the services with a baseline program, and then one service per policy.
-fn start_services(worker_count: usize) -> anyhow::Result<Vec<DispatchedService>> {
+fn start_services(worker_count: usize) -> anyhow::Result<Vec<MeasuredDispatchService>> {
     let mut services = vec![
-        DispatchedService::with_baseline(worker_count, BaselineProgram::LeaveToKernel)?,
-        DispatchedService::with_baseline(worker_count, BaselineProgram::SelectSocket)?,
+        MeasuredDispatchService::start_with_baseline(worker_count, BaselineSelectionProgram::LeaveToKernel)?,
+        MeasuredDispatchService::start_with_baseline(worker_count, BaselineSelectionProgram::SelectSocket)?,
     ];
-    for policy in Policy::all() {
-        services.push(DispatchedService::with_policy(worker_count, policy)?);
+    for policy in DispatchPolicy::all() {
+        services.push(MeasuredDispatchService::start_with_policy(worker_count, policy)?);
     }
     Ok(services)
 }
 
 /// Measures all services one after the other in each round. Returns the selecting program's run times per request (ns),
 /// sorted by service, then by round.
-fn measure_services(services: &[DispatchedService], args: &Args) -> anyhow::Result<Vec<Vec<f64>>> {
+fn measure_selection_run_times(
+    services: &[MeasuredDispatchService],
+    args: &DispatchBenchArgs,
+) -> anyhow::Result<Vec<Vec<f64>>> {
     let mut run_ns_by_service_and_round = vec![Vec::new(); services.len()];
     for _ in 0..args.rounds {
         for (ns_by_round, service) in run_ns_by_service_and_round.iter_mut().zip(services) {
@@ -114,12 +118,12 @@ fn measure_services(services: &[DispatchedService], args: &Args) -> anyhow::Resu
 }
 
 /// Adds a row for each service of [`start_services`] except the first one, whose times are subtracted from the others.
-fn add_policy_rows(worker_count: usize, run_ns_by_service_and_round: &[Vec<f64>], table: &mut Table) {
+fn add_policy_rows(worker_count: usize, run_ns_by_service_and_round: &[Vec<f64>], table: &mut ReportTable) {
     let empty_program_ns = &run_ns_by_service_and_round[0];
-    let policy_names = std::iter::once("(always the same)").chain(Policy::all().map(|policy| policy.name()));
+    let policy_names = std::iter::once("(always the same)").chain(DispatchPolicy::all().map(|policy| policy.name()));
     for (policy_name, ns_by_round) in policy_names.zip(&run_ns_by_service_and_round[1..]) {
         let fastest_difference_ns = difference_of_fastest_rounds(ns_by_round, empty_program_ns);
-        let [goal, verdict] = goal_cells(goal_for_policy(policy_name, worker_count), fastest_difference_ns);
+        let [goal, verdict] = goal_and_verdict_cells(goal_for_policy(policy_name, worker_count), fastest_difference_ns);
         table.add_row([
             policy_name.into(),
             (worker_count as u64).into(),
@@ -133,11 +137,15 @@ fn add_policy_rows(worker_count: usize, run_ns_by_service_and_round: &[Vec<f64>]
 }
 
 /// Adds a row with the egress program's cost for a response of the service, and one with its cost for another datagram.
-fn add_egress_rows(args: &Args, services: &[DispatchedService], table: &mut Table) -> anyhow::Result<()> {
+fn add_egress_rows(
+    args: &DispatchBenchArgs,
+    services: &[MeasuredDispatchService],
+    table: &mut ReportTable,
+) -> anyhow::Result<()> {
     // The first program is empty, and the services of the others have the policies `jsq` and `random`. Only the service
     // with `jsq` gets requests.
-    let jsq_index =
-        BASELINE_SERVICE_COUNT + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
+    let jsq_index = BASELINE_SERVICE_COUNT
+        + DispatchPolicy::all().position(|policy| policy == DispatchPolicy::ShortestQueue).context("no jsq")?;
     let programs = [0, jsq_index, BASELINE_SERVICE_COUNT].map(|service_index| &services[service_index].egress_program);
     let (mut own_response_ns, mut other_datagram_ns, mut empty_program_ns) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..args.rounds {
@@ -187,7 +195,7 @@ fn run_times_during(
 
 /// Baseline program, with which the dispatch program's cost is compared.
 #[derive(Debug, Clone, Copy)]
-enum BaselineProgram {
+enum BaselineSelectionProgram {
     /// Program that leaves the choice of the socket to the kernel.
     LeaveToKernel,
     /// Program that always selects the same socket.
@@ -198,7 +206,7 @@ enum BaselineProgram {
 const BASELINE_SERVICE_COUNT: usize = 2;
 
 /// Service whose workers and clients are sockets of this process.
-struct DispatchedService {
+struct MeasuredDispatchService {
     address: SocketAddr,
     worker_sockets: Vec<UdpSocket>,
     client_sockets: Vec<UdpSocket>,
@@ -221,7 +229,7 @@ impl Drop for DispatchPinDirectory {
     }
 }
 
-impl DispatchedService {
+impl MeasuredDispatchService {
     fn bind_worker_sockets(worker_count: usize) -> anyhow::Result<(SocketAddr, Vec<UdpSocket>)> {
         let first_socket = bind_reuseport_socket((Ipv4Addr::LOCALHOST, 0).into())?;
         let address = first_socket.local_addr()?;
@@ -232,13 +240,13 @@ impl DispatchedService {
         Ok((address, sockets))
     }
 
-    fn with_baseline(worker_count: usize, baseline: BaselineProgram) -> anyhow::Result<Self> {
+    fn start_with_baseline(worker_count: usize, baseline: BaselineSelectionProgram) -> anyhow::Result<Self> {
         let (address, worker_sockets) = Self::bind_worker_sockets(worker_count)?;
         let mut skeleton_storage = MaybeUninit::uninit();
         let baseline_programs = skeleton::EmptyReuseportSkelBuilder::default().open(&mut skeleton_storage)?.load()?;
         let program = match baseline {
-            BaselineProgram::LeaveToKernel => baseline_programs.progs.empty.as_fd(),
-            BaselineProgram::SelectSocket => {
+            BaselineSelectionProgram::LeaveToKernel => baseline_programs.progs.empty.as_fd(),
+            BaselineSelectionProgram::SelectSocket => {
                 let socket_descriptor = (worker_sockets[0].as_raw_fd() as u64).to_ne_bytes();
                 baseline_programs.maps.only.update(&0u32.to_ne_bytes(), &socket_descriptor, MapFlags::ANY)?;
                 baseline_programs.progs.select_socket.as_fd()
@@ -260,12 +268,12 @@ impl DispatchedService {
         })
     }
 
-    fn with_policy(worker_count: usize, policy: Policy) -> anyhow::Result<Self> {
+    fn start_with_policy(worker_count: usize, policy: DispatchPolicy) -> anyhow::Result<Self> {
         let (address, worker_sockets) = Self::bind_worker_sockets(worker_count)?;
-        let uses_request_types = matches!(policy, Policy::LightestQueue | Policy::RankedQueue);
+        let uses_request_types = matches!(policy, DispatchPolicy::LightestQueue | DispatchPolicy::RankedQueue);
         let long_request_type =
-            RequestType { value: *b"l\0\0\0\0\0\0\0", mask: *b"\xff\0\0\0\0\0\0\0", priority_class: 1 };
-        let options = Options {
+            RequestType { payload_value: *b"l\0\0\0\0\0\0\0", payload_mask: *b"\xff\0\0\0\0\0\0\0", priority_class: 1 };
+        let options = DispatchOptions {
             service_address: address,
             policy,
             request_id_position: None,
@@ -281,9 +289,10 @@ impl DispatchedService {
             dispatch_programs.add_worker(socket.as_fd(), std::process::id())?;
         }
         dispatch_programs.attach_to_socket_group(worker_sockets[0].as_fd())?;
-        dispatch_programs.set_request_limits(|workers| ClassBounds::with_reserved_cores(workers, 2, 1, 4, 0));
+        dispatch_programs
+            .set_request_limits(|workers| OutstandingBoundsByClass::with_reserved_cores(workers, 2, 1, 4, 0));
         let select_program = dispatch_programs.select_program().try_clone_to_owned()?;
-        let egress_program = dispatch_programs.response_program().try_clone_to_owned()?;
+        let egress_program = dispatch_programs.response_program_fd().try_clone_to_owned()?;
         let (client_sockets, dispatch_and_pins) = (connect_clients(address)?, Some((dispatch_programs, pin_directory)));
         Ok(Self {
             address,

@@ -15,8 +15,9 @@ pub fn describe_measurement() -> String {
     let cpu_model =
         cpu_info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ")).map(|(_, name)| name);
     let kernel_release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let commit = command_output("git", &["describe", "--always", "--dirty"]).unwrap_or_else(|| "unknown".to_owned());
-    let date = command_output("date", &["-u", "+%F"]).unwrap_or_default();
+    let commit =
+        read_command_output("git", &["describe", "--always", "--dirty"]).unwrap_or_else(|| "unknown".to_owned());
+    let date = read_command_output("date", &["-u", "+%F"]).unwrap_or_default();
     format!(
         "Measured {date} at commit {commit}, profile {CARGO_PROFILE}, on {} ({cpu_count} CPUs), Linux {}.",
         cpu_model.unwrap_or("an unknown CPU"),
@@ -40,8 +41,8 @@ impl BackgroundLoadMeter {
     }
 
     /// Returns a sentence with the load before and during the run. Fails without /proc.
-    pub fn describe(&self) -> anyhow::Result<String> {
-        let stolen_pct = TotalCpuTicks::read_proc_stat()?.stolen_pct_since(&self.cpu_times_at_start);
+    pub fn describe_background_load(&self) -> anyhow::Result<String> {
+        let stolen_pct = TotalCpuTicks::read_proc_stat()?.stolen_cpu_pct_since(&self.cpu_times_at_start);
         let load_average = &self.load_average;
         Ok(format!(
             "The load average before the run was {load_average}. During it the host stole {stolen_pct:.1} % of the CPU \
@@ -59,10 +60,10 @@ struct TotalCpuTicks {
 impl TotalCpuTicks {
     fn read_proc_stat() -> anyhow::Result<Self> {
         let proc_stat = fs::read_to_string("/proc/stat").context("/proc/stat")?;
-        Self::parse(&proc_stat).context("/proc/stat has no times of all CPUs")
+        Self::parse_proc_stat(&proc_stat).context("/proc/stat has no times of all CPUs")
     }
 
-    fn parse(text: &str) -> Option<Self> {
+    fn parse_proc_stat(text: &str) -> Option<Self> {
         // The columns are user nice system idle iowait irq softirq steal. The times of guests are also in `user`.
         let tick_columns = text.lines().next()?.strip_prefix("cpu ")?.split_whitespace().take(8);
         let ticks: Vec<u64> = tick_columns.map(|time| time.parse().ok()).collect::<Option<_>>()?;
@@ -70,7 +71,7 @@ impl TotalCpuTicks {
     }
 
     /// Returns the percentage of the time since `earlier_ticks` that the hypervisor gave to other guests (steal).
-    fn stolen_pct_since(&self, earlier_ticks: &Self) -> f64 {
+    fn stolen_cpu_pct_since(&self, earlier_ticks: &Self) -> f64 {
         let elapsed_ticks = self.total_ticks - earlier_ticks.total_ticks;
         if elapsed_ticks == 0 {
             0.0
@@ -80,7 +81,7 @@ impl TotalCpuTicks {
     }
 }
 
-fn command_output(command: &str, arguments: &[&str]) -> Option<String> {
+fn read_command_output(command: &str, arguments: &[&str]) -> Option<String> {
     let output = Command::new(command).args(arguments).output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
@@ -101,10 +102,10 @@ mod tests {
 
     #[test]
     fn stolen_pct_is_stolen_ticks_divided_by_all_elapsed_ticks() {
-        let parse_ticks = |text| TotalCpuTicks::parse(text).unwrap();
+        let parse_ticks = |text| TotalCpuTicks::parse_proc_stat(text).unwrap();
         let earlier_ticks = parse_ticks("cpu  10 0 10 70 5 1 2 2 50 0\ncpu0 0 0\n");
         let later_ticks = parse_ticks("cpu  20 0 20 140 5 1 2 12 90 0\n");
-        assert_eq!(later_ticks.stolen_pct_since(&earlier_ticks), 10.0);
-        assert!(TotalCpuTicks::parse("cpu  1 2 3\n").is_none());
+        assert_eq!(later_ticks.stolen_cpu_pct_since(&earlier_ticks), 10.0);
+        assert!(TotalCpuTicks::parse_proc_stat("cpu  1 2 3\n").is_none());
     }
 }

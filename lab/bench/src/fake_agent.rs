@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use coreward_intf::{SERVER_COUNTER_NAMES, STEER_COUNTER_NAMES};
 use coreward_model::rss::{IndirectionTable, seeded_rng, uniform_below};
 use coreward_rpc::v1::control_client::ControlClient;
-use coreward_tls::Role;
+use coreward_tls::FleetRole;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message;
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -25,7 +25,7 @@ pub(crate) fn server_name_of_agent(agent: u32) -> String {
 
 /// Connects `agent_count` emulated agents, whose reports are spread over the interval. Returns the counter of all sent
 /// reports. Fails when an agent cannot connect.
-pub(crate) async fn start_agents(
+pub(crate) async fn start_fake_agents(
     controller: &mut ControllerProcess,
     agent_count: u32,
     core_count: u16,
@@ -33,19 +33,19 @@ pub(crate) async fn start_agents(
 ) -> anyhow::Result<Arc<AtomicU64>> {
     let mut clients = Vec::new();
     for agent in 0..agent_count {
-        clients.push(controller.connect_as(Role::Agent, &server_name_of_agent(agent)).await?);
+        clients.push(controller.connect_as(FleetRole::Agent, &server_name_of_agent(agent)).await?);
     }
     let (start, sent_count) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (agent, client) in (0..).zip(clients) {
         // The reports are spread evenly over the interval, as those of independent agents are.
         let report_phase = interval * agent / agent_count;
-        tokio::spawn(run_agent(client, agent, core_count, start + report_phase, interval, sent_count.clone()));
+        tokio::spawn(run_fake_agent(client, agent, core_count, start + report_phase, interval, sent_count.clone()));
     }
     Ok(sent_count)
 }
 
 /// Sends an agent's reports until the controller ends. `sent_report_count` counts the reports of all agents.
-async fn run_agent(
+async fn run_fake_agent(
     mut client: ControlClient<Channel>,
     agent_index: u32,
     core_count: u16,
@@ -68,7 +68,7 @@ async fn run_agent(
         sleep_until(next_report_time).await;
         // An agent that is late skips reports.
         next_report_time = (next_report_time + interval).max(Instant::now());
-        let report = agent_message::Message::Report(fake_agent.next_report());
+        let report = agent_message::Message::Report(fake_agent.create_next_report());
         if sender.send(v1::AgentMessage { message: Some(report) }).await.is_err() {
             return;
         }
@@ -109,14 +109,14 @@ impl FakeAgent {
         self.last_sequence_number = 0;
     }
 
-    pub(crate) fn next_report(&mut self) -> v1::Report {
+    pub(crate) fn create_next_report(&mut self) -> v1::Report {
         self.last_sequence_number += 1;
         let report_interval_ns = self.report_interval.as_nanos() as u32;
         for busy_ns in &mut self.core_busy_ns {
             *busy_ns += u64::from(uniform_below(&mut self.random_generator, report_interval_ns));
         }
         let without_details = !(self.last_sequence_number - 1).is_multiple_of(REPORTS_PER_DETAILED_REPORT);
-        let counters = if without_details { HashMap::new() } else { self.counter_values() };
+        let counters = if without_details { HashMap::new() } else { self.report_counter_values() };
         v1::Report {
             sequence: self.last_sequence_number,
             sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64,
@@ -139,12 +139,12 @@ impl FakeAgent {
     }
 
     /// Returns the next report with all details, whatever its sequence number.
-    pub(crate) fn next_detailed_report(&mut self) -> v1::Report {
-        let report = self.next_report();
-        v1::Report { counters: self.counter_values(), without_details: false, ..report }
+    pub(crate) fn create_detailed_report(&mut self) -> v1::Report {
+        let report = self.create_next_report();
+        v1::Report { counters: self.report_counter_values(), without_details: false, ..report }
     }
 
-    fn counter_values(&self) -> HashMap<String, u64> {
+    fn report_counter_values(&self) -> HashMap<String, u64> {
         let counter_names = SERVER_COUNTER_NAMES.iter().chain(&STEER_COUNTER_NAMES);
         counter_names.map(|name| ((*name).to_owned(), self.last_sequence_number * 1000)).collect()
     }

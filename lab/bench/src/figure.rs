@@ -1,19 +1,22 @@
 //! Figure `cheetah-5-live`, which shows the cost of the packet path by consistency mode and number of connections.
 
-use coreward_sim::figure::live::{ProgressCallback, Sample};
-use coreward_sim::figure::scenario::Scenario;
+use coreward_sim::figure::live::{LiveFigureSample, ProgressCallback};
+use coreward_sim::figure::scenario::FigureScenario;
 
-use crate::xdp::{self, Args};
+use crate::xdp::{self, XdpBenchArgs};
 
 /// Measures all points of the figure `cheetah-5-live`, in the same way as the bench `xdp`. In each run (round), the
 /// program in all modes and the empty program process packets of the same connections, one after the other. Fails
 /// without the capabilities to load BPF programs, or when a program returns an unexpected result.
-pub fn measure_cheetah_5(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
-    let args = Args::for_rounds(*scenario.seeds.get_ref() as u32);
+pub fn measure_cheetah_5(
+    scenario: &FigureScenario,
+    progress: ProgressCallback<'_>,
+) -> anyhow::Result<Vec<LiveFigureSample>> {
+    let args = XdpBenchArgs::with_round_count(*scenario.seeds.get_ref() as u32);
     let panel_title = scenario.panel[0].title.get_ref();
     let connection_costs = xdp::measure_connection_costs(&args, progress)?;
     let samples = connection_costs.iter().flat_map(|cost| {
-        (1..).zip(&cost.ns_above_empty_program).map(|(run, y)| Sample {
+        (1..).zip(&cost.ns_above_empty_program).map(|(run, y)| LiveFigureSample {
             panel_title: panel_title.clone(),
             series_label: cost.series_label.clone(),
             x: cost.connection_count as f64,

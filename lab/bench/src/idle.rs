@@ -11,22 +11,22 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::namespace::{self, run_ip_command};
-use crate::report::{Report, Table};
+use crate::report::{BenchReport, ReportTable};
 use crate::run_time::{enable_run_time_statistics, run_ns_and_count};
-use crate::xdp::{median_of_rounds, quartile_range};
+use crate::xdp::{median_of_rounds, quartile_range_text};
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::server::{ServerOptions, ServerPrograms};
-use coreward_dataplane::tc::Direction;
+use coreward_dataplane::server::{ServerProgramOptions, ServerPrograms};
+use coreward_dataplane::tc::PacketDirection;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 use nix::sys::resource::{Resource, getrlimit};
 
 /// Options of `coreward-lab bench idle`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct IdleBenchArgs {
     /// Number of connections
     #[arg(long, default_value_t = Self::default().connections,
         value_parser = clap::value_parser!(u32).range(100..=20_000))]
@@ -36,7 +36,7 @@ pub struct Args {
     rounds: u32,
 }
 
-impl Default for Args {
+impl Default for IdleBenchArgs {
     fn default() -> Self {
         Self { connections: 5_000, rounds: 15 }
     }
@@ -48,15 +48,15 @@ const CONNECTIONS_PER_IDLE_CONNECTION: usize = 100;
 /// Time without packets after which a connection is idle. It is longer than MAX_STEP_MS of bpf/include/server.h.
 const IDLE_TIME: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
 /// Time between two requests on a connection that is not idle.
-const BUSY_INTERVAL: Duration = Duration::from_secs(5);
+const BUSY_REQUEST_INTERVAL: Duration = Duration::from_secs(5);
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of open files that are not connections, such as maps, programs and the listener.
 const OTHER_OPEN_FILE_COUNT: u64 = 100;
 
 /// Client's socket and server's socket of a connection.
-struct ConnectionEnds(TcpStream, TcpStream);
+struct ConnectionSockets(TcpStream, TcpStream);
 
-impl ConnectionEnds {
+impl ConnectionSockets {
     /// Sends a request of one byte, and then a response of one byte.
     fn exchange_request(&self) -> anyhow::Result<()> {
         let Self(client, server) = self;
@@ -72,16 +72,16 @@ impl ConnectionEnds {
 struct AttachedServerPrograms(Option<ServerPrograms>, PathBuf);
 
 impl AttachedServerPrograms {
-    fn attach() -> anyhow::Result<Self> {
+    fn attach_to_loopback() -> anyhow::Result<Self> {
         let pin_directory = PathBuf::from(format!("/sys/fs/bpf/coreward-bench-idle-{}", std::process::id()));
         std::fs::create_dir(&pin_directory).with_context(|| pin_directory.display().to_string())?;
         let mut programs = Self(None, pin_directory.clone());
         let options =
-            ServerOptions { interface_index: LOOPBACK_INTERFACE_INDEX, pin_directory, sample_every_syn: false };
+            ServerProgramOptions { interface_index: LOOPBACK_INTERFACE_INDEX, pin_directory, sample_every_syn: false };
         let server_programs = programs.0.insert(ServerPrograms::attach(options)?);
         let cookie_keys = [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }];
         server_programs.set_cookie_keys(
-            &FleetCookieKeys { keys: cookie_keys, current_key_index: KeyIndex::First },
+            &FleetCookieKeys { keys: cookie_keys, current_key_index: CookieKeyIndex::First },
             monotonic_now_ms()?.wrapping_sub(1_000),
         );
         let address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
@@ -99,7 +99,7 @@ impl AttachedServerPrograms {
 
     /// Returns the total run times of the ingress and the egress program so far (ns).
     fn ingress_and_egress_run_ns(&self) -> anyhow::Result<[u64; 2]> {
-        let [ingress_program, egress_program] = [Direction::Ingress, Direction::Egress]
+        let [ingress_program, egress_program] = [PacketDirection::Ingress, PacketDirection::Egress]
             .map(|direction| self.server_programs().program_for_direction(direction));
         Ok([run_ns_and_count(ingress_program)?.0, run_ns_and_count(egress_program)?.0])
     }
@@ -121,36 +121,36 @@ fn monotonic_now_ms() -> anyhow::Result<u32> {
 }
 
 /// Runs the bench of idle connections in a new thread, which enters its own network namespace. Fails without root.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
-    namespace::measure_in_thread("idle", args, measure)
+pub fn run_idle_bench(args: &IdleBenchArgs) -> anyhow::Result<BenchReport> {
+    namespace::measure_in_thread("idle", args, measure_idle_connections)
 }
 
-fn measure(args: &Args) -> anyhow::Result<Report> {
+fn measure_idle_connections(args: &IdleBenchArgs) -> anyhow::Result<BenchReport> {
     namespace::enter_new_network_namespace()?;
-    require_open_files(args.connections)?;
+    require_open_file_limit(args.connections)?;
     configure_loopback()?;
-    let programs = AttachedServerPrograms::attach()?;
+    let programs = AttachedServerPrograms::attach_to_loopback()?;
     let _run_time_statistics = enable_run_time_statistics()?;
     let connections = open_connections(args.connections)?;
     let idle_connection_count = connections.len() / CONNECTIONS_PER_IDLE_CONNECTION;
     let mut table =
-        Table::new(&["idle", "ingress, ns per request", "quartiles", "egress, ns per request", "quartiles "]);
+        ReportTable::new(&["idle", "ingress, ns per request", "quartiles", "egress, ns per request", "quartiles "]);
     let idle_start = Instant::now();
     let (idle_connections, busy_connections) = connections.split_at(idle_connection_count);
-    measure_case("none", &programs, busy_connections, args.rounds, &mut table)?;
+    measure_idle_case("none", &programs, busy_connections, args.rounds, &mut table)?;
     while idle_start.elapsed() < IDLE_TIME {
-        std::thread::sleep(BUSY_INTERVAL.min(IDLE_TIME.saturating_sub(idle_start.elapsed())));
-        busy_connections.iter().try_for_each(ConnectionEnds::exchange_request)?;
+        std::thread::sleep(BUSY_REQUEST_INTERVAL.min(IDLE_TIME.saturating_sub(idle_start.elapsed())));
+        busy_connections.iter().try_for_each(ConnectionSockets::exchange_request)?;
     }
     wake_idle_connections(&programs, idle_connections)?;
-    measure_case("1 %", &programs, busy_connections, args.rounds, &mut table)?;
+    measure_idle_case("1 %", &programs, busy_connections, args.rounds, &mut table)?;
     std::thread::sleep(IDLE_TIME);
     wake_idle_connections(&programs, &connections)?;
-    measure_case("all", &programs, &connections[idle_connection_count..], args.rounds, &mut table)?;
-    Ok(Report {
+    measure_idle_case("all", &programs, &connections[idle_connection_count..], args.rounds, &mut table)?;
+    Ok(BenchReport {
         name: "idle",
         heading: "Idle connections",
-        method: format!(
+        method_description: format!(
             "server.bpf.c runs at the loopback of a network namespace with {} connections. The kernel's run-time \
              statistics measure it, clock reads included. Request and response have one byte each, and each packet \
              passes both programs. Values are medians of {} rounds, each with a request on 99 % of the connections. In \
@@ -165,7 +165,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 }
 
 /// Raises the limit of open files. Fails when the hard limit is too low for both sockets of each connection.
-fn require_open_files(connection_count: u32) -> anyhow::Result<()> {
+fn require_open_file_limit(connection_count: u32) -> anyhow::Result<()> {
     coreward_control_server::server::raise_open_file_limit();
     let (file_limit, needed_file_count) =
         (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(connection_count) + OTHER_OPEN_FILE_COUNT);
@@ -183,7 +183,7 @@ fn configure_loopback() -> anyhow::Result<()> {
     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", "2").context("net.ipv4.tcp_timestamps")
 }
 
-fn open_connections(connection_count: u32) -> anyhow::Result<Vec<ConnectionEnds>> {
+fn open_connections(connection_count: u32) -> anyhow::Result<Vec<ConnectionSockets>> {
     let address = SocketAddr::from(SERVICE_ADDRESS);
     let listener = TcpListener::bind(address)?;
     let open_connection = |_| {
@@ -193,7 +193,7 @@ fn open_connections(connection_count: u32) -> anyhow::Result<Vec<ConnectionEnds>
             stream.set_read_timeout(Some(SOCKET_TIMEOUT))?;
             stream.set_nodelay(true)?;
         }
-        let connection = ConnectionEnds(client, server);
+        let connection = ConnectionSockets(client, server);
         connection.exchange_request()?;
         Ok(connection)
     };
@@ -202,9 +202,12 @@ fn open_connections(connection_count: u32) -> anyhow::Result<Vec<ConnectionEnds>
 
 /// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to at least as many packets as
 /// connections.
-fn wake_idle_connections(programs: &AttachedServerPrograms, idle_connections: &[ConnectionEnds]) -> anyhow::Result<()> {
+fn wake_idle_connections(
+    programs: &AttachedServerPrograms,
+    idle_connections: &[ConnectionSockets],
+) -> anyhow::Result<()> {
     let clamped_packet_count_before = programs.clamped_packet_count();
-    idle_connections.iter().try_for_each(ConnectionEnds::exchange_request)?;
+    idle_connections.iter().try_for_each(ConnectionSockets::exchange_request)?;
     let clamped_packet_count = programs.clamped_packet_count() - clamped_packet_count_before;
     ensure!(
         clamped_packet_count >= idle_connections.len() as u64,
@@ -214,17 +217,17 @@ fn wake_idle_connections(programs: &AttachedServerPrograms, idle_connections: &[
     Ok(())
 }
 
-fn measure_case(
+fn measure_idle_case(
     name: &str,
     programs: &AttachedServerPrograms,
-    busy_connections: &[ConnectionEnds],
+    busy_connections: &[ConnectionSockets],
     rounds: u32,
-    table: &mut Table,
+    table: &mut ReportTable,
 ) -> anyhow::Result<()> {
     let mut run_ns_by_direction = [Vec::new(), Vec::new()];
     for _ in 0..rounds {
         let run_ns_before = programs.ingress_and_egress_run_ns()?;
-        busy_connections.iter().try_for_each(ConnectionEnds::exchange_request)?;
+        busy_connections.iter().try_for_each(ConnectionSockets::exchange_request)?;
         let run_ns_after = programs.ingress_and_egress_run_ns()?;
         for (ns_by_round, (ns_before, ns_after)) in
             run_ns_by_direction.iter_mut().zip(run_ns_before.into_iter().zip(run_ns_after))
@@ -236,9 +239,9 @@ fn measure_case(
     table.add_row([
         name.into(),
         median_of_rounds(&ingress_ns_by_round).into(),
-        quartile_range(&ingress_ns_by_round).into(),
+        quartile_range_text(&ingress_ns_by_round).into(),
         median_of_rounds(&egress_ns_by_round).into(),
-        quartile_range(&egress_ns_by_round).into(),
+        quartile_range_text(&egress_ns_by_round).into(),
     ]);
     Ok(())
 }

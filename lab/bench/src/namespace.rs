@@ -5,7 +5,7 @@ use std::process::Command;
 use anyhow::{Context as _, ensure};
 use nix::sched::{CloneFlags, unshare};
 
-use crate::report::Report;
+use crate::report::BenchReport;
 
 /// Moves the calling thread into a new network namespace, which ends with the thread. Fails without root.
 pub fn enter_new_network_namespace() -> anyhow::Result<()> {
@@ -16,8 +16,8 @@ pub fn enter_new_network_namespace() -> anyhow::Result<()> {
 pub fn measure_in_thread<A: Clone + Send + 'static>(
     bench: &str,
     args: &A,
-    measure: fn(&A) -> anyhow::Result<Report>,
-) -> anyhow::Result<Report> {
+    measure: fn(&A) -> anyhow::Result<BenchReport>,
+) -> anyhow::Result<BenchReport> {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench {bench}: run it as root");
     let args = args.clone();
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -16,20 +16,20 @@ use coreward_model::dispatch::{
     FirstEligibleOutConfig, JoinBoundedShortestRankedQueue, Lambda, LoadHint, RankArrays, RankRule, RankedService,
 };
 use coreward_model::statistics::median;
-use coreward_orchestrator::engine::{Engine, EngineConfig, ServiceConfig};
+use coreward_orchestrator::engine::{DispatchEngine, DispatchEngineConfig, EngineServiceConfig};
 use coreward_runtime::core_queues::CoreQueues;
-use coreward_runtime::layout::Geometry;
+use coreward_runtime::layout::SegmentGeometry;
 use coreward_runtime::message::HintMessage;
-use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeOptions};
-use coreward_runtime::worker::{Runtime, Worker};
+use coreward_runtime::serve::{HandlerContext, HandlerRequest, ReplyAction, RequestHandler, ServeOptions};
+use coreward_runtime::worker::{OrchestratorConnection, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::cpus::{THIS_THREAD, bind_to_cpu};
-use crate::report::{Cell, Goal, Report, Table, goal_cells, median_min_max};
+use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_and_verdict_cells, median_min_max};
 
 /// Options of `coreward-lab bench orchestrate`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct OrchestrateBenchArgs {
     /// Number of rounds; each measures every case once
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
@@ -38,7 +38,7 @@ pub struct Args {
     operations: u64,
 }
 
-impl Default for Args {
+impl Default for OrchestrateBenchArgs {
     fn default() -> Self {
         Self { rounds: 7, operations: 1_000_000 }
     }
@@ -51,18 +51,18 @@ const ORCHESTRATOR_AND_WORKER_CPU: [usize; 2] = [0, 1];
 
 /// Runs the bench of the orchestrator in a new thread. Fails with fewer than two CPUs, or when the shared memory cannot
 /// be created.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
+pub fn run_orchestrate_bench(args: &OrchestrateBenchArgs) -> anyhow::Result<BenchReport> {
     // A new thread is used, because the caller must not stay bound to one CPU.
-    std::thread::scope(|scope| scope.spawn(|| measure(args)).join().expect("the measuring thread"))
+    std::thread::scope(|scope| scope.spawn(|| measure_orchestrator_paths(args)).join().expect("the measuring thread"))
 }
 
-fn measure(args: &Args) -> anyhow::Result<Report> {
+fn measure_orchestrator_paths(args: &OrchestrateBenchArgs) -> anyhow::Result<BenchReport> {
     bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[0])?;
-    let tables = vec![measure_rates(args)?, measure_round_trips(args)?, measure_sockets(args)?];
-    Ok(Report {
+    let tables = vec![measure_operation_rates(args)?, measure_round_trips(args)?, measure_udp_servers(args)?];
+    Ok(BenchReport {
         name: "orchestrate",
         heading: "Requests to cores through shared memory",
-        method: format!(
+        method_description: format!(
             "coreward-orchestrator and coreward-runtime run JBSRQ and FEO with {SERVICE_COUNT} services, depth \
              {MAX_OUTSTANDING_PER_CORE} and {} bytes of payload. Only the last table uses sockets ({} cores). The \
              orchestrator is on CPU {}, and all workers share a thread on CPU {} (the limit, if they are slower). A \
@@ -80,34 +80,37 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 }
 
 /// Measures how many decisions, requests and messages one CPU can handle per second.
-fn measure_rates(args: &Args) -> anyhow::Result<Table> {
-    let mut table = Table::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
-    let mut add_row = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
+fn measure_operation_rates(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTable> {
+    let mut table =
+        ReportTable::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
+    let mut add_rate_row = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
         let millions_per_second = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
         let (median_rate, [median_cell, min_cell, max_cell, ns_cell]) =
             rate_median_and_cells(&millions_per_second, 1e3);
-        let [goal_cell, verdict_cell] = goal_cells(Some(Goal::AtLeast(goal)), median_rate);
+        let [goal_cell, verdict_cell] = goal_and_verdict_cells(Some(MeasurementGoal::AtLeast(goal)), median_rate);
         table.add_row([name.into(), median_cell, min_cell, max_cell, ns_cell, goal_cell, verdict_cell]);
         Ok(())
     };
     for (cores, goal) in [(16, 3.0), (64, 1.5)] {
-        add_row(&format!("decisions of the model, {cores} cores"), goal, &|| {
+        add_rate_row(&format!("decisions of the model, {cores} cores"), goal, &|| {
             Ok(measure_decision_rate(cores, args.operations))
         })?;
-        add_row(&format!("requests through the memory, {cores} cores"), goal, &|| {
+        add_rate_row(&format!("requests through the memory, {cores} cores"), goal, &|| {
             measure_request_rate(cores, args.operations)
         })?;
     }
-    add_row("feedback messages of one core", 20.0, &|| measure_feedback_rate(args.operations))?;
-    add_row("hints to one core", 20.0, &|| measure_hint_rate(args.operations))?;
+    add_rate_row("feedback messages of one core", 20.0, &|| measure_feedback_rate(args.operations))?;
+    add_rate_row("hints to one core", 20.0, &|| measure_hint_rate(args.operations))?;
     Ok(table)
 }
 
 /// Function that measures this number of round trips. Returns their median and 99th percentile (ns).
 type MeasureRoundTrips = fn(u64) -> anyhow::Result<[f64; 2]>;
 
-const ROUND_TRIP_CASES: [(&str, Option<Goal>, MeasureRoundTrips); 4] = [
-    ("request and response", Some(Goal::AtMost(400.0)), |trip_count| measure_request_round_trips(trip_count, None)),
+const ROUND_TRIP_CASES: [(&str, Option<MeasurementGoal>, MeasureRoundTrips); 4] = [
+    ("request and response", Some(MeasurementGoal::AtMost(400.0)), |trip_count| {
+        measure_request_round_trips(trip_count, None)
+    }),
     ("one cache line there, another one back: the machine's floor", None, measure_cache_line_round_trips),
     ("during a handler of 1 ms that yields every 1 us, quantum 5 us", None, |trip_count| {
         measure_request_round_trips(trip_count / 100, Some(LowPriorityHandling::Yielding))
@@ -118,14 +121,14 @@ const ROUND_TRIP_CASES: [(&str, Option<Goal>, MeasureRoundTrips); 4] = [
 ];
 
 /// Measures all cases of round trips, one after the other in each round.
-fn measure_round_trips(args: &Args) -> anyhow::Result<Table> {
+fn measure_round_trips(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTable> {
     let mut quantiles_by_case = vec![Vec::new(); ROUND_TRIP_CASES.len()];
     for _ in 0..args.rounds {
         for ((_, _, measure), quantiles_by_round) in ROUND_TRIP_CASES.iter().zip(&mut quantiles_by_case) {
             quantiles_by_round.push(measure(args.operations.min(200_000))?);
         }
     }
-    let mut table = Table::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
+    let mut table = ReportTable::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
     for ((name, goal, _), quantiles_by_round) in ROUND_TRIP_CASES.into_iter().zip(&quantiles_by_case) {
         let median_of_quantile = |quantile_index: usize| {
             median(
@@ -134,14 +137,14 @@ fn measure_round_trips(args: &Args) -> anyhow::Result<Table> {
         };
         let (median_ns, p99_ns) =
             (median_of_quantile(0).context("a round")?, median_of_quantile(1).context("a round")?);
-        let [goal_cell, verdict_cell] = goal_cells(goal, median_ns);
+        let [goal_cell, verdict_cell] = goal_and_verdict_cells(goal, median_ns);
         table.add_row([name.into(), median_ns.into(), p99_ns.into(), goal_cell, verdict_cell]);
     }
     Ok(table)
 }
 
 /// Function that measures one UDP server with this number of requests. Returns the mean times of one request.
-type MeasureUdpServer = fn(u64) -> anyhow::Result<sockets::RequestTimes>;
+type MeasureUdpServer = fn(u64) -> anyhow::Result<sockets::MeanRequestTimes>;
 
 const LOOPBACK_SERVERS: [(&str, MeasureUdpServer); 3] = [
     ("loopback: echo, one datagram at a time", sockets::measure_echo_per_request),
@@ -155,7 +158,7 @@ const VETH_SERVERS: [(&str, MeasureUdpServer); 2] = [
 ];
 
 /// Measures the orchestrator and its baselines over UDP, one after the other in each round.
-fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
+fn measure_udp_servers(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTable> {
     let veth_servers: &[_] = if nix::unistd::geteuid().is_root() { &VETH_SERVERS } else { &[] };
     let servers: Vec<_> = LOOPBACK_SERVERS.iter().chain(veth_servers).collect();
     let mut times_by_server = vec![Vec::new(); servers.len()];
@@ -166,7 +169,7 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
     }
     let column_names =
         ["over UDP, per second on one CPU", "thousands", "least", "most", "ns each", "delivery, ns each"];
-    let mut table = Table::new(&column_names);
+    let mut table = ReportTable::new(&column_names);
     for ((name, _), server_times) in servers.iter().zip(&times_by_server) {
         let requests_per_ms: Vec<f64> =
             server_times.iter().map(|request_times| 1e6 / request_times.server_ns).collect();
@@ -181,12 +184,12 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
 
 /// Returns the median of rates, and cells with median, minimum, maximum and ns per operation. `rate_unit_ns` is the
 /// time per operation (ns) at a rate of 1.
-fn rate_median_and_cells(rates: &[f64], rate_unit_ns: f64) -> (f64, [Cell; 4]) {
+fn rate_median_and_cells(rates: &[f64], rate_unit_ns: f64) -> (f64, [TableCell; 4]) {
     let [median_rate, min_rate, max_rate] = median_min_max(rates.iter().copied());
     (median_rate, [median_rate.into(), min_rate.into(), max_rate.into(), (rate_unit_ns / median_rate).into()])
 }
 
-fn millions_per_second(operation_count: u64, start: Instant) -> f64 {
+fn compute_millions_per_second(operation_count: u64, start: Instant) -> f64 {
     operation_count as f64 / 1e6 / start.elapsed().as_secs_f64()
 }
 
@@ -205,7 +208,7 @@ fn measure_decision_rate(core_count: u16, decision_count: u64) -> f64 {
     let start = Instant::now();
     for request_number in 0..decision_count {
         let sent_requests = balancer
-            .submit(request_number, (request_number % u64::from(SERVICE_COUNT)) as u8, request_number as u32)
+            .submit_request(request_number, (request_number % u64::from(SERVICE_COUNT)) as u8, request_number as u32)
             .sent_request;
         outstanding_requests.extend(sent_requests.map(|(release, _)| release));
         if outstanding_requests.len() > 2 * usize::from(core_count)
@@ -214,7 +217,7 @@ fn measure_decision_rate(core_count: u16, decision_count: u64) -> f64 {
             balancer.record_feedback(oldest.service, oldest.core, 1).expect("it is outstanding");
         }
     }
-    millions_per_second(decision_count, start)
+    compute_millions_per_second(decision_count, start)
 }
 
 fn service_address() -> SocketAddrV4 {
@@ -228,18 +231,18 @@ fn free_loopback_address() -> anyhow::Result<SocketAddrV4> {
     }
 }
 
-fn engine_config(core_count: u16, address: SocketAddrV4) -> EngineConfig {
-    let service_config = |priority| {
+fn build_engine_config(core_count: u16, address: SocketAddrV4) -> DispatchEngineConfig {
+    let service_config_with_priority = |priority| {
         let entry = ServiceEntry { address, priority };
-        ServiceConfig { service_entry: entry, lambda: Lambda::PAPER_VALUE }
+        EngineServiceConfig { service_entry: entry, lambda: Lambda::PAPER_VALUE }
     };
-    EngineConfig {
+    DispatchEngineConfig {
         core_count,
         rank_bound: MAX_OUTSTANDING_PER_CORE,
         rank_rule: RankRule::Ranked,
-        services: (0..SERVICE_COUNT).map(service_config).collect(),
+        services: (0..SERVICE_COUNT).map(service_config_with_priority).collect(),
         scheduler: FirstEligibleOutConfig {
-            capacity: 1024,
+            max_waiting_requests: 1024,
             ..FirstEligibleOutConfig::strict_priority(0..SERVICE_COUNT)
         },
         payload_bytes: 64,
@@ -247,19 +250,23 @@ fn engine_config(core_count: u16, address: SocketAddrV4) -> EngineConfig {
     }
 }
 
-fn create_engine(core_count: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
+fn create_engine(core_count: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, DispatchEngine)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let memory_path = directory.path().join("cores");
-    let engine = Engine::new(&memory_path, &engine_config(core_count, service_address()))?;
+    let engine = DispatchEngine::new(&memory_path, &build_engine_config(core_count, service_address()))?;
     Ok((directory, memory_path, engine))
 }
 
-fn submit_request(engine: &mut Engine, now_ns: u64, service: u8) {
+fn submit_request(engine: &mut DispatchEngine, now_ns: u64, service: u8) {
     engine.submit_request(now_ns, service, service_address(), &REQUEST_PAYLOAD);
 }
 
 /// Connects one worker per core and enables all services for it. Meanwhile another thread must poll the orchestrator.
-fn connect_workers(runtime: &Runtime, core_count: u16, address: SocketAddrV4) -> Result<Vec<Worker<'_>>, RuntimeError> {
+fn connect_workers(
+    runtime: &OrchestratorConnection,
+    core_count: u16,
+    address: SocketAddrV4,
+) -> Result<Vec<Worker<'_>>, RuntimeError> {
     (0..SERVICE_COUNT).try_for_each(|service| runtime.register_service(service, address, service))?;
     let mut workers = (0..core_count).map(|core| runtime.attach_worker(core)).collect::<Result<Vec<_>, _>>()?;
     for worker in &mut workers {
@@ -272,18 +279,19 @@ fn connect_workers(runtime: &Runtime, core_count: u16, address: SocketAddrV4) ->
 /// second.
 fn measure_request_rate(core_count: u16, request_count: u64) -> anyhow::Result<f64> {
     let (_directory, memory_path, mut engine) = create_engine(core_count)?;
-    let runtime = Runtime::connect(&memory_path)?;
+    let runtime = OrchestratorConnection::connect(&memory_path)?;
     let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let worker_thread = scope.spawn(|| complete_requests(&runtime, core_count, &should_stop));
+        let worker_thread = scope.spawn(|| complete_requests_until_stopped(&runtime, core_count, &should_stop));
         while engine.core_counters().accepted_workers < core_count.into() {
             ensure!(!worker_thread.is_finished(), "the workers ended early");
             engine.poll(0, &mut |_, _, _| ());
             // Lets the workers' thread start, which is still on this CPU.
             std::thread::yield_now();
         }
-        let completed_request_count =
-            |engine: &Engine| engine.service_counters().iter().map(|count| count.completed_requests).sum::<u64>();
+        let completed_request_count = |engine: &DispatchEngine| {
+            engine.service_counters().iter().map(|count| count.completed_requests).sum::<u64>()
+        };
         let mut sent_request_count = 0;
         let start = Instant::now();
         while completed_request_count(&engine) < request_count {
@@ -296,7 +304,7 @@ fn measure_request_rate(core_count: u16, request_count: u64) -> anyhow::Result<f
             }
             engine.poll(sent_request_count, &mut |_, _, _| ());
         }
-        let request_rate = millions_per_second(request_count, start);
+        let request_rate = compute_millions_per_second(request_count, start);
         should_stop.store(true, Relaxed);
         worker_thread.join().expect("the workers' thread")?;
         Ok(request_rate)
@@ -304,7 +312,11 @@ fn measure_request_rate(core_count: u16, request_count: u64) -> anyhow::Result<f
 }
 
 /// Runs the workers of all cores in the calling thread, which is bound to the workers' CPU, until `should_stop` is set.
-fn complete_requests(runtime: &Runtime, core_count: u16, should_stop: &AtomicBool) -> anyhow::Result<()> {
+fn complete_requests_until_stopped(
+    runtime: &OrchestratorConnection,
+    core_count: u16,
+    should_stop: &AtomicBool,
+) -> anyhow::Result<()> {
     bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
     let mut workers = connect_workers(runtime, core_count, service_address())?;
     while !should_stop.load(Relaxed) {
@@ -326,16 +338,21 @@ enum LowPriorityHandling {
 
 const LOW_PRIORITY_HANDLER_TIME: Duration = Duration::from_millis(1);
 const YIELD_INTERVAL: Duration = Duration::from_micros(1);
-const TIMER_PERIOD: Duration = Duration::from_micros(50);
+const PREEMPTION_TIMER_PERIOD: Duration = Duration::from_micros(50);
 
 /// Handler that echoes requests of service 0 at once, and computes for 1 ms for each request of service 1.
-struct EchoHandler(Option<LowPriorityHandling>);
+struct EchoOrComputeHandler(Option<LowPriorityHandling>);
 
-impl Handler for EchoHandler {
-    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
+impl RequestHandler for EchoOrComputeHandler {
+    fn handle(
+        &self,
+        request: &HandlerRequest<'_>,
+        response: &mut Vec<u8>,
+        context: &mut HandlerContext<'_>,
+    ) -> ReplyAction {
         if request.service == 0 {
             response.extend_from_slice(request.payload);
-            return Reply::Send;
+            return ReplyAction::Send;
         }
         let start = Instant::now();
         while start.elapsed() < LOW_PRIORITY_HANDLER_TIME {
@@ -347,13 +364,13 @@ impl Handler for EchoHandler {
                 context.yield_point();
             }
         }
-        Reply::Nothing
+        ReplyAction::Nothing
     }
 }
 
 /// Submits a low-priority request unless one is outstanding. Then polls the engine for a fraction of that request's
 /// handling time, which depends on `trip_number`.
-fn keep_low_priority_busy(engine: &mut Engine, trip_number: u64) {
+fn keep_low_priority_busy(engine: &mut DispatchEngine, trip_number: u64) {
     let low_priority_counters = engine.service_counters()[1];
     if low_priority_counters.completed_requests == low_priority_counters.received_requests {
         submit_request(engine, trip_number, 1);
@@ -364,19 +381,19 @@ fn keep_low_priority_busy(engine: &mut Engine, trip_number: u64) {
     }
 }
 
-/// Serves the requests of one core with an [`EchoHandler`] on the workers' CPU, until `should_stop` is set.
+/// Serves the requests of one core with an [`EchoOrComputeHandler`] on the workers' CPU, until `should_stop` is set.
 fn serve_echo(
-    runtime: &Runtime,
+    runtime: &OrchestratorConnection,
     low_priority_handling: Option<LowPriorityHandling>,
     should_stop: &AtomicBool,
 ) -> anyhow::Result<()> {
     bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
     let mut workers = connect_workers(runtime, 1, service_address())?;
-    let handler = EchoHandler(low_priority_handling);
+    let handler = EchoOrComputeHandler(low_priority_handling);
     let options = ServeOptions { sleep_time: Duration::ZERO, ..ServeOptions::default() };
     match low_priority_handling {
         Some(LowPriorityHandling::PreemptedByTimer) => {
-            workers[0].serve_with_timer(&handler, options, TIMER_PERIOD, should_stop)?
+            workers[0].serve_with_timer(&handler, options, PREEMPTION_TIMER_PERIOD, should_stop)?
         }
         _ => workers[0].serve(&handler, options, should_stop)?,
     };
@@ -389,7 +406,7 @@ fn measure_request_round_trips(
     low_priority_handling: Option<LowPriorityHandling>,
 ) -> anyhow::Result<[f64; 2]> {
     let (_directory, memory_path, mut engine) = create_engine(1)?;
-    let runtime = Runtime::connect(&memory_path)?;
+    let runtime = OrchestratorConnection::connect(&memory_path)?;
     let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| serve_echo(&runtime, low_priority_handling, &should_stop));
@@ -432,13 +449,13 @@ fn median_and_p99(mut times_ns: Vec<f64>) -> [f64; 2] {
 /// Atomic integer on its own cache line.
 #[derive(Default)]
 #[repr(align(64))]
-struct CacheLine(AtomicU64);
+struct CacheLineAtomic(AtomicU64);
 
 /// Returns the median and 99th percentile of the round trip between two CPUs (ns). One CPU writes a value to a cache
 /// line, and the other one copies it to a second line.
 fn measure_cache_line_round_trips(trip_count: u64) -> anyhow::Result<[f64; 2]> {
-    let [forward_line, return_line] = [CacheLine::default(), CacheLine::default()];
-    let wait_for_value = |cache_line: &CacheLine, value: u64| {
+    let [forward_line, return_line] = [CacheLineAtomic::default(), CacheLineAtomic::default()];
+    let wait_for_value = |cache_line: &CacheLineAtomic, value: u64| {
         while cache_line.0.load(Acquire) != value {
             std::hint::spin_loop();
         }
@@ -473,7 +490,7 @@ fn measure_cache_line_round_trips(trip_count: u64) -> anyhow::Result<[f64; 2]> {
 fn create_single_core_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let memory_path = directory.path().join("cores");
-    let geometry = Geometry { core_count: 1, priority_count: 1, slots_per_queue: 4, slot_bytes: 128 };
+    let geometry = SegmentGeometry { core_count: 1, priority_count: 1, slots_per_queue: 4, slot_bytes: 128 };
     let queues =
         CoreQueues::create(&memory_path, geometry, &[ServiceEntry { address: service_address(), priority: 0 }])?;
     Ok((directory, memory_path, queues))
@@ -493,7 +510,7 @@ fn accept_worker(
 
 fn measure_feedback_rate(message_count: u64) -> anyhow::Result<f64> {
     let (_directory, memory_path, mut queues) = create_single_core_queues()?;
-    let runtime = Runtime::connect(&memory_path)?;
+    let runtime = OrchestratorConnection::connect(&memory_path)?;
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
             bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
@@ -508,7 +525,7 @@ fn measure_feedback_rate(message_count: u64) -> anyhow::Result<f64> {
         while received_count < message_count {
             received_count += queues.receive_messages(0, 64, |message| assert!(message.is_some())) as u64;
         }
-        let message_rate = millions_per_second(message_count, start);
+        let message_rate = compute_millions_per_second(message_count, start);
         worker_thread.join().expect("the worker's thread")?;
         Ok(message_rate)
     })
@@ -516,7 +533,7 @@ fn measure_feedback_rate(message_count: u64) -> anyhow::Result<f64> {
 
 fn measure_hint_rate(message_count: u64) -> anyhow::Result<f64> {
     let (_directory, memory_path, mut queues) = create_single_core_queues()?;
-    let runtime = Runtime::connect(&memory_path)?;
+    let runtime = OrchestratorConnection::connect(&memory_path)?;
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
             bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
@@ -538,6 +555,6 @@ fn measure_hint_rate(message_count: u64) -> anyhow::Result<f64> {
             }
         }
         worker_thread.join().expect("the worker's thread")?;
-        Ok(millions_per_second(message_count, start))
+        Ok(compute_millions_per_second(message_count, start))
     })
 }

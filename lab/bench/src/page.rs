@@ -12,9 +12,9 @@ use crate::report::wrap_text;
 const RUN_PART_NAME: &str = "run";
 
 /// Part of the page that is generated and enclosed by markers.
-pub struct GeneratedPart {
+pub struct GeneratedPagePart {
     pub name: &'static str,
-    pub text: String,
+    pub markdown_text: String,
 }
 
 /// Replaces all generated parts of a Markdown file. `run_description` describes machine, build and date in sentences.
@@ -22,17 +22,17 @@ pub struct GeneratedPart {
 pub fn replace_parts_in_file(
     path: &Path,
     run_description: &str,
-    mut generated_parts: Vec<GeneratedPart>,
+    mut generated_parts: Vec<GeneratedPagePart>,
 ) -> anyhow::Result<()> {
     let page = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
-    generated_parts.push(GeneratedPart { name: RUN_PART_NAME, text: wrap_text(run_description) });
+    generated_parts.push(GeneratedPagePart { name: RUN_PART_NAME, markdown_text: wrap_text(run_description) });
     let new_page = replace_parts(&page, &generated_parts).with_context(|| path.display().to_string())?;
     std::fs::write(path, new_page).with_context(|| path.display().to_string())
 }
 
 /// Returns the page with these generated parts. Appends parts that have no markers yet, and removes parts of earlier
 /// runs.
-fn replace_parts(page: &str, generated_parts: &[GeneratedPart]) -> anyhow::Result<String> {
+fn replace_parts(page: &str, generated_parts: &[GeneratedPagePart]) -> anyhow::Result<String> {
     let mut text_pieces = page.split("<!-- begin ");
     let mut new_page = text_pieces.next().unwrap_or_default().to_owned();
     let mut written_part_names = Vec::new();
@@ -55,8 +55,12 @@ fn replace_parts(page: &str, generated_parts: &[GeneratedPart]) -> anyhow::Resul
     Ok(new_page)
 }
 
-fn enclose_in_markers(generated_part: &GeneratedPart) -> String {
-    format!("<!-- begin {0} -->\n\n{1}\n\n<!-- end {0} -->", generated_part.name, generated_part.text.trim_end())
+fn enclose_in_markers(generated_part: &GeneratedPagePart) -> String {
+    format!(
+        "<!-- begin {0} -->\n\n{1}\n\n<!-- end {0} -->",
+        generated_part.name,
+        generated_part.markdown_text.trim_end()
+    )
 }
 
 #[cfg(test)]
@@ -68,7 +72,7 @@ mod tests {
 
     #[test]
     fn generated_parts_are_replaced_and_hand_written_text_is_kept() {
-        let generated_part = |name, text: &str| GeneratedPart { name, text: text.to_owned() };
+        let generated_part = |name, text: &str| GeneratedPagePart { name, markdown_text: text.to_owned() };
         let page =
             replace_parts(OLD_PAGE, &[generated_part("run", "new"), generated_part("xdp", "## Section\n")]).unwrap();
         let expected_page = "# Cost\n\n<!-- begin run -->\n\nnew\n\n<!-- end run -->\n\nBy hand.\n\nAlso by hand.\n\n\

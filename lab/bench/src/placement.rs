@@ -3,13 +3,13 @@
 
 use comfy_table::Table;
 use coreward_model::arrivals::Workload;
-use coreward_model::policy::{CrossRssPlusPolicy, Policy, policy_by_name};
+use coreward_model::policy::{CrossRssPlusPolicy, Policy, create_policy_by_name};
 use coreward_model::replay::{PlacementMethod, ReplaySettings, replay_for_variances};
 use coreward_model::statistics::median;
 
 /// Options of `coreward-lab bench placement`.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct PlacementBenchArgs {
     /// Number of seeds: 1 to SEEDS
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u64).range(1..=1000))]
     seeds: u64,
@@ -54,7 +54,7 @@ fn policy_rows() -> Vec<PolicyRow> {
     for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
         rows.push((
             name.to_string(),
-            Box::new(move |seed| Some(policy_by_name(name, seed).expect("a policy of the registry"))),
+            Box::new(move |seed| Some(create_policy_by_name(name, seed).expect("a policy of the registry"))),
         ));
     }
     for share in [0.1, 0.25, 0.5, 1.0, 2.0] {
@@ -67,7 +67,7 @@ fn policy_rows() -> Vec<PolicyRow> {
 }
 
 /// Prints a table of per-core and per-server load variance (%), as medians over the seeds.
-pub fn print_variance_table(args: &Args) {
+pub fn print_variance_table(args: &PlacementBenchArgs) {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::ASCII_MARKDOWN);
     let workload_names = compared_workloads().map(|(name, _)| name.to_string());

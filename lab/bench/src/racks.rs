@@ -8,8 +8,8 @@ use anyhow::{Context as _, ensure};
 use coreward_api::types::ReportState;
 use coreward_controller::Now;
 use coreward_fleet::clock::wall_clock_time;
-use coreward_rack::reducer::Reducer;
-use coreward_tls::Role;
+use coreward_rack::reducer::ReportReducer;
+use coreward_tls::FleetRole;
 use coreward_wire::v1;
 use coreward_wire::v1::{agent_message, rack_update};
 use prost::Message as _;
@@ -21,9 +21,9 @@ use tonic::Streaming;
 use crate::controller_process::ControllerProcess;
 use crate::cpus::thread_cpu_time;
 use crate::fake_agent::{FakeAgent, server_name_of_agent};
-use crate::report::{Report, Table};
-use crate::scale::{ScaleWindow, add_window_rows, measure_windows};
-use crate::test_env::{self, ScaleArgs};
+use crate::report::{BenchReport, ReportTable};
+use crate::scale::{ScaleWindow, add_window_rows, measure_scale_windows};
+use crate::test_env::{self, SharedScaleArgs};
 
 /// Number of different summaries that each rack sends in turn. They are made in advance, because real racks would make
 /// them on other machines.
@@ -32,7 +32,7 @@ const MIN_DETAIL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Options of `coreward-lab bench racks`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct RacksBenchArgs {
     /// Number of agents behind racks
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     agents: u32,
@@ -43,26 +43,30 @@ pub struct Args {
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=8))]
     rack_candidates: u8,
     #[command(flatten)]
-    scale: ScaleArgs,
+    scale: SharedScaleArgs,
 }
 
 /// Runs the bench of a controller behind rack controllers. Fails without root, when the controller or the load balancer
 /// does not start, or when a rack cannot connect.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
+pub fn run_racks_bench(args: &RacksBenchArgs) -> anyhow::Result<BenchReport> {
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
     let args = args.clone();
     let (agents, scale) = (args.agents, args.scale.clone());
     test_env::measure_at_scale("racks", agents, &scale, async move |controller, interval| {
-        measure(&args, controller, interval).await
+        measure_controller_behind_racks(&args, controller, interval).await
     })
 }
 
-async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Duration) -> anyhow::Result<Report> {
+async fn measure_controller_behind_racks(
+    args: &RacksBenchArgs,
+    controller: &mut ControllerProcess,
+    interval: Duration,
+) -> anyhow::Result<BenchReport> {
     let mut racks = Vec::new();
     for rack in 0..args.racks {
         let first_agent_of_rack = |rack: u32| (u64::from(rack) * u64::from(args.agents) / u64::from(args.racks)) as u32;
         racks.push(
-            EmulatedRack::connect(
+            EmulatedRackController::connect(
                 args,
                 controller,
                 rack,
@@ -83,7 +87,7 @@ async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Dura
         ));
     }
     sleep(3 * MIN_DETAIL_INTERVAL).await;
-    let windows = measure_windows(&args.scale, controller, &sent_message_count).await?;
+    let windows = measure_scale_windows(&args.scale, controller, &sent_message_count).await?;
     let status = controller.fetch_status().await?;
     let rack_server_count: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
     ensure!(
@@ -97,11 +101,11 @@ async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Dura
         reporting_server_count == rack_server_count,
         "{reporting_server_count} of {rack_server_count} servers report"
     );
-    Ok(build_report(args, &windows, rack_cpu_us, summary_bytes))
+    Ok(build_racks_report(args, &windows, rack_cpu_us, summary_bytes))
 }
 
 /// Emulated rack controller with its emulated servers.
-struct EmulatedRack {
+struct EmulatedRackController {
     message_sender: mpsc::Sender<v1::RackMessage>,
     /// Emulated agents of the rack, with their numbers.
     agents_by_number: Vec<(u32, FakeAgent)>,
@@ -111,10 +115,10 @@ struct EmulatedRack {
     cpu_us_per_interval: f64,
 }
 
-impl EmulatedRack {
+impl EmulatedRackController {
     /// Connects the rack, registers its agents, and makes summaries as the controller's configuration demands.
     async fn connect(
-        args: &Args,
+        args: &RacksBenchArgs,
         controller: &mut ControllerProcess,
         rack_index: u32,
         agents: std::ops::Range<u32>,
@@ -126,16 +130,16 @@ impl EmulatedRack {
             message_sender.send(message).await?;
         }
         let mut updates = controller
-            .connect_as(Role::Rack, &rack_name)
+            .connect_as(FleetRole::Rack, &rack_name)
             .await?
             .rack(ReceiverStream::new(receiver))
             .await?
             .into_inner();
         let configuration = receive_configuration(&mut updates, agents.len()).await?;
         let detail_interval_ms = follow_detail_interval(updates, configuration.detail_interval_ms);
-        let mut report_reducer = Reducer::new(MIN_DETAIL_INTERVAL, args.rack_candidates.into());
+        let mut report_reducer = ReportReducer::new(MIN_DETAIL_INTERVAL, args.rack_candidates.into());
         agents.clone().for_each(|agent| report_reducer.begin_stream(agent.into()));
-        report_reducer.configure((&configuration).try_into()?);
+        report_reducer.apply_configuration((&configuration).try_into()?);
         let mut agents_by_number: Vec<(u32, FakeAgent)> =
             agents.map(|agent| (agent, FakeAgent::new(agent, args.scale.cores, interval))).collect();
         let (summary_messages, cpu_us_per_interval) =
@@ -162,9 +166,10 @@ impl EmulatedRack {
             let (first_agent, agent_step) =
                 if round == 0 { (0, 1) } else { (round % rounds_per_detailed_report, rounds_per_detailed_report) };
             for (agent, server) in self.agents_by_number.iter_mut().skip(first_agent).step_by(agent_step) {
-                message
-                    .agents
-                    .push(message_from_agent(*agent, agent_message::Message::Report(server.next_detailed_report())));
+                message.agents.push(relayed_agent_message(
+                    *agent,
+                    agent_message::Message::Report(server.create_detailed_report()),
+                ));
             }
             if self.message_sender.send(message).await.is_err() {
                 return;
@@ -174,7 +179,7 @@ impl EmulatedRack {
     }
 }
 
-fn message_from_agent(agent: u32, message: agent_message::Message) -> v1::FromAgent {
+fn relayed_agent_message(agent: u32, message: agent_message::Message) -> v1::FromAgent {
     v1::FromAgent { stream: agent.into(), message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
@@ -183,7 +188,7 @@ fn registration_messages(rack_name: &str, agents: std::ops::Range<u32>) -> [v1::
     let registration = v1::RackRegistration { name: rack_name.to_owned(), version: "bench".into() };
     let agent_registrations = agents.map(|agent| {
         let registration = v1::AgentRegistration { server: server_name_of_agent(agent), version: "bench".into() };
-        message_from_agent(agent, agent_message::Message::Registration(registration))
+        relayed_agent_message(agent, agent_message::Message::Registration(registration))
     });
     [
         v1::RackMessage { registration: Some(registration), ..Default::default() },
@@ -223,7 +228,7 @@ fn follow_detail_interval(mut updates: Streaming<v1::RackUpdate>, first_interval
 
 /// Returns the rack's summaries of its agents' reports, and the CPU time for the last interval's reports (us).
 fn make_summaries(
-    report_reducer: &mut Reducer,
+    report_reducer: &mut ReportReducer,
     agents_by_number: &mut [(u32, FakeAgent)],
     interval: Duration,
 ) -> anyhow::Result<(Vec<v1::RackMessage>, f64)> {
@@ -231,9 +236,9 @@ fn make_summaries(
     // The first reports contain no loads yet.
     for round in 0..=DISTINCT_SUMMARY_COUNT {
         let reports: Vec<(u32, v1::Report)> =
-            agents_by_number.iter_mut().map(|(number, agent)| (*number, agent.next_report())).collect();
+            agents_by_number.iter_mut().map(|(number, agent)| (*number, agent.create_next_report())).collect();
         let unix_time = wall_clock_time();
-        let report_time = Now { monotonic: interval * round as u32, wall: unix_time, record_time: unix_time };
+        let report_time = Now { monotonic_time: interval * round as u32, wall_time: unix_time, record_time: unix_time };
         let cpu_time_before = thread_cpu_time();
         for (agent, report) in reports {
             let (_, outcome) = report_reducer.record_report(agent.into(), report, report_time);
@@ -248,15 +253,20 @@ fn make_summaries(
     Ok((summary_messages, cost_us))
 }
 
-fn build_report(args: &Args, windows: &[ScaleWindow], rack_cpu_us: Vec<f64>, summary_bytes: Vec<f64>) -> Report {
-    let mut table = Table::new(&["", "median", "least", "most"]);
+fn build_racks_report(
+    args: &RacksBenchArgs,
+    windows: &[ScaleWindow],
+    rack_cpu_us: Vec<f64>,
+    summary_bytes: Vec<f64>,
+) -> BenchReport {
+    let mut table = ReportTable::new(&["", "median", "least", "most"]);
     add_window_rows(&mut table, "summaries", windows);
     table.add_summary_row("a summary, bytes", summary_bytes, []);
     table.add_summary_row("CPU of a rack for the reports and the summary of one interval, us", rack_cpu_us, []);
-    Report {
+    BenchReport {
         name: "racks",
         heading: "The controller behind racks",
-        method: format!(
+        method_description: format!(
             "{} racks send {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream of \
              its own (loopback{}), and every server's whole report as often as the controller requests it, to a \
              controller that has CPU 0; racks and a load balancer, which puts the tables of {} services in force and \

@@ -6,49 +6,49 @@ use coreward_model::statistics::median;
 use serde_json::json;
 
 #[derive(Debug, Clone, PartialEq)]
-pub enum Cell {
+pub enum TableCell {
     Text(String),
     /// Measured value, which is printed with one decimal.
     Decimal(f64),
     Count(u64),
 }
 
-impl From<f64> for Cell {
+impl From<f64> for TableCell {
     fn from(number: f64) -> Self {
-        Cell::Decimal(number)
+        TableCell::Decimal(number)
     }
 }
 
-impl From<u32> for Cell {
+impl From<u32> for TableCell {
     fn from(count: u32) -> Self {
-        Cell::Count(count.into())
+        TableCell::Count(count.into())
     }
 }
 
-impl From<u64> for Cell {
+impl From<u64> for TableCell {
     fn from(count: u64) -> Self {
-        Cell::Count(count)
+        TableCell::Count(count)
     }
 }
 
-impl From<String> for Cell {
+impl From<String> for TableCell {
     fn from(text: String) -> Self {
-        Cell::Text(text)
+        TableCell::Text(text)
     }
 }
 
-impl From<&str> for Cell {
+impl From<&str> for TableCell {
     fn from(text: &str) -> Self {
-        Cell::Text(text.to_string())
+        TableCell::Text(text.to_string())
     }
 }
 
-impl fmt::Display for Cell {
+impl fmt::Display for TableCell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Cell::Text(text) => f.write_str(text),
-            Cell::Decimal(number) => write!(f, "{number:.1}"),
-            Cell::Count(count) => count.fmt(f),
+            TableCell::Text(text) => f.write_str(text),
+            TableCell::Decimal(number) => write!(f, "{number:.1}"),
+            TableCell::Count(count) => count.fmt(f),
         }
     }
 }
@@ -63,25 +63,25 @@ pub fn median_min_max(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
 
 /// Upper or lower limit for a measured value.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Goal {
+pub enum MeasurementGoal {
     AtMost(f64),
     AtLeast(f64),
 }
 
-impl Goal {
+impl MeasurementGoal {
     fn is_met(self, value: f64) -> bool {
         match self {
-            Goal::AtMost(bound) => value <= bound,
-            Goal::AtLeast(bound) => value >= bound,
+            MeasurementGoal::AtMost(bound) => value <= bound,
+            MeasurementGoal::AtLeast(bound) => value >= bound,
         }
     }
 }
 
-impl fmt::Display for Goal {
+impl fmt::Display for MeasurementGoal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (comparison, limit) = match self {
-            Goal::AtMost(bound) => ("<=", *bound),
-            Goal::AtLeast(bound) => (">=", *bound),
+            MeasurementGoal::AtMost(bound) => ("<=", *bound),
+            MeasurementGoal::AtLeast(bound) => (">=", *bound),
         };
         // Ratios are shown with two decimals.
         let decimal_count = if limit < 2.0 { 2 } else { 1 };
@@ -90,25 +90,25 @@ impl fmt::Display for Goal {
 }
 
 /// Returns two table cells, with the goal and with the verdict on `value`. Both are empty without a goal.
-pub fn goal_cells(goal: Option<Goal>, value: f64) -> [Cell; 2] {
+pub fn goal_and_verdict_cells(goal: Option<MeasurementGoal>, value: f64) -> [TableCell; 2] {
     let Some(goal) = goal else { return ["".into(), "".into()] };
     [goal.to_string().into(), if goal.is_met(value) { "met" } else { "missed" }.into()]
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct Table {
+pub struct ReportTable {
     column_names: Vec<String>,
-    rows: Vec<Vec<Cell>>,
+    rows: Vec<Vec<TableCell>>,
 }
 
-impl Table {
+impl ReportTable {
     pub fn new(column_names: &[&str]) -> Self {
         Self { column_names: column_names.iter().map(|name| name.to_string()).collect(), rows: Vec::new() }
     }
 
     /// Adds a row to the table. Panics if the number of cells differs from the number of columns.
-    pub fn add_row(&mut self, cells: impl IntoIterator<Item = Cell>) {
-        let cells: Vec<Cell> = cells.into_iter().collect();
+    pub fn add_row(&mut self, cells: impl IntoIterator<Item = TableCell>) {
+        let cells: Vec<TableCell> = cells.into_iter().collect();
         assert_eq!(cells.len(), self.column_names.len(), "a row as long as the head {:?}", self.column_names);
         self.rows.push(cells);
     }
@@ -118,18 +118,20 @@ impl Table {
         &mut self,
         name: &str,
         values: impl IntoIterator<Item = f64>,
-        extra_cells: impl IntoIterator<Item = Cell>,
+        extra_cells: impl IntoIterator<Item = TableCell>,
     ) {
-        self.add_row([name.into()].into_iter().chain(median_min_max(values).map(Cell::Decimal)).chain(extra_cells));
+        self.add_row(
+            [name.into()].into_iter().chain(median_min_max(values).map(TableCell::Decimal)).chain(extra_cells),
+        );
     }
 
     fn to_json(&self) -> serde_json::Value {
-        let cell_to_json = |cell: &Cell| match cell {
-            Cell::Text(text) => json!(text),
-            Cell::Decimal(number) => json!(number),
-            Cell::Count(count) => json!(count),
+        let cell_to_json = |cell: &TableCell| match cell {
+            TableCell::Text(text) => json!(text),
+            TableCell::Decimal(number) => json!(number),
+            TableCell::Count(count) => json!(count),
         };
-        let row_to_json = |cells: &Vec<Cell>| -> serde_json::Map<String, serde_json::Value> {
+        let row_to_json = |cells: &Vec<TableCell>| -> serde_json::Map<String, serde_json::Value> {
             self.column_names.iter().cloned().zip(cells.iter().map(cell_to_json)).collect()
         };
         self.rows.iter().map(row_to_json).collect()
@@ -139,7 +141,7 @@ impl Table {
     fn to_markdown(&self) -> comfy_table::Table {
         let mut table = comfy_table::Table::new();
         table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header(&self.column_names);
-        table.add_rows(self.rows.iter().map(|row| row.iter().map(Cell::to_string).collect::<Vec<_>>()));
+        table.add_rows(self.rows.iter().map(|row| row.iter().map(TableCell::to_string).collect::<Vec<_>>()));
         for column in table.column_iter_mut().skip(1) {
             column.set_cell_alignment(comfy_table::CellAlignment::Right);
         }
@@ -148,27 +150,27 @@ impl Table {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct Report {
+pub struct BenchReport {
     /// Name of the bench's subcommand.
     pub name: &'static str,
     pub heading: &'static str,
     /// Description of the measured values and the method.
-    pub method: String,
-    pub tables: Vec<Table>,
+    pub method_description: String,
+    pub tables: Vec<ReportTable>,
 }
 
-impl Report {
+impl BenchReport {
     /// Returns the bench's name, its description and all tables as JSON.
     pub fn to_json(&self) -> serde_json::Value {
-        let tables: Vec<_> = self.tables.iter().map(Table::to_json).collect();
-        json!({ "bench": self.name, "about": self.method, "tables": tables })
+        let tables: Vec<_> = self.tables.iter().map(ReportTable::to_json).collect();
+        json!({ "bench": self.name, "about": self.method_description, "tables": tables })
     }
 }
 
 /// Writes the report as a section of a Markdown page.
-impl fmt::Display for Report {
+impl fmt::Display for BenchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "## {}\n\n{}\n", self.heading, wrap_text(&self.method))?;
+        write!(f, "## {}\n\n{}\n", self.heading, wrap_text(&self.method_description))?;
         self.tables.iter().try_for_each(|table| writeln!(f, "\n{}", table.to_markdown()))
     }
 }
@@ -196,10 +198,15 @@ mod tests {
 
     #[test]
     fn report_is_formatted_as_markdown_and_as_json() {
-        let mut table = Table::new(&["what", "ns"]);
+        let mut table = ReportTable::new(&["what", "ns"]);
         table.add_row(["first".into(), 12.34.into()]);
         table.add_row(["second one".into(), 5u32.into()]);
-        let report = Report { name: "xdp", heading: "Cost", method: "how it was".to_string(), tables: vec![table] };
+        let report = BenchReport {
+            name: "xdp",
+            heading: "Cost",
+            method_description: "how it was".to_string(),
+            tables: vec![table],
+        };
         let expected_markdown = "## Cost\n\nhow it was\n\n\
                         | what       |   ns |\n|------------|------|\n| first      | 12.3 |\n| second one |    5 |\n";
         assert_eq!(report.to_string(), expected_markdown);
@@ -208,11 +215,12 @@ mod tests {
 
     #[test]
     fn goal_is_met_at_or_within_its_limit() {
-        let verdicts_for_1_2_3 = |goal| [1.0, 2.0, 3.0].map(|value| goal_cells(Some(goal), value)[1].to_string());
-        assert_eq!(verdicts_for_1_2_3(Goal::AtMost(2.0)), ["met", "met", "missed"]);
-        assert_eq!(verdicts_for_1_2_3(Goal::AtLeast(2.0)), ["missed", "met", "met"]);
-        assert_eq!(goal_cells(Some(Goal::AtLeast(0.875)), 0.9)[0].to_string(), ">= 0.88");
-        assert_eq!(goal_cells(None, 1.0), ["".into(), "".into()]);
+        let verdicts_for_1_2_3 =
+            |goal| [1.0, 2.0, 3.0].map(|value| goal_and_verdict_cells(Some(goal), value)[1].to_string());
+        assert_eq!(verdicts_for_1_2_3(MeasurementGoal::AtMost(2.0)), ["met", "met", "missed"]);
+        assert_eq!(verdicts_for_1_2_3(MeasurementGoal::AtLeast(2.0)), ["missed", "met", "met"]);
+        assert_eq!(goal_and_verdict_cells(Some(MeasurementGoal::AtLeast(0.875)), 0.9)[0].to_string(), ">= 0.88");
+        assert_eq!(goal_and_verdict_cells(None, 1.0), ["".into(), "".into()]);
     }
 
     #[test]

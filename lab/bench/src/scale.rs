@@ -11,37 +11,41 @@ use tokio::time::{Instant, sleep};
 
 use crate::controller_process::ControllerProcess;
 use crate::fake_agent;
-use crate::report::{Report, Table};
-use crate::test_env::{self, ScaleArgs};
+use crate::report::{BenchReport, ReportTable};
+use crate::test_env::{self, SharedScaleArgs};
 
 /// Options of `coreward-lab bench scale`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct ScaleBenchArgs {
     /// Number of agents, each with its own connection
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     agents: u32,
     #[command(flatten)]
-    scale: ScaleArgs,
+    scale: SharedScaleArgs,
 }
 
 /// Pause after a query of the controller's status, because the query delays other requests.
 const PAUSE_AFTER_STATUS_QUERY: Duration = Duration::from_millis(200);
 
 /// Runs the bench of a controller at its limit. Fails without root, or when a process does not start.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
+pub fn run_scale_bench(args: &ScaleBenchArgs) -> anyhow::Result<BenchReport> {
     let args = args.clone();
     let (agents, scale) = (args.agents, args.scale.clone());
     test_env::measure_at_scale("scale", agents, &scale, async move |controller, interval| {
-        measure(&args, controller, interval).await
+        measure_controller_limit(&args, controller, interval).await
     })
 }
 
-async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Duration) -> anyhow::Result<Report> {
-    let sent_report_count = fake_agent::start_agents(controller, args.agents, args.scale.cores, interval).await?;
+async fn measure_controller_limit(
+    args: &ScaleBenchArgs,
+    controller: &mut ControllerProcess,
+    interval: Duration,
+) -> anyhow::Result<BenchReport> {
+    let sent_report_count = fake_agent::start_fake_agents(controller, args.agents, args.scale.cores, interval).await?;
     // The first reports are not measured, because they also carry RSS keys and tables.
     sleep(Duration::from_secs(3)).await;
-    let windows = measure_windows(&args.scale, controller, &sent_report_count).await?;
-    Ok(build_report(args, &windows))
+    let windows = measure_scale_windows(&args.scale, controller, &sent_report_count).await?;
+    Ok(build_scale_report(args, &windows))
 }
 
 /// Results of the controller in one measured window.
@@ -65,19 +69,21 @@ pub struct ScaleWindow {
 
 /// Measures all windows. `sent_message_count` counts the messages sent to the controller. Fails when the controller
 /// does not answer.
-pub async fn measure_windows(
-    args: &ScaleArgs,
+pub async fn measure_scale_windows(
+    args: &SharedScaleArgs,
     controller: &mut ControllerProcess,
     sent_message_count: &AtomicU64,
 ) -> anyhow::Result<Vec<ScaleWindow>> {
     let mut windows = Vec::new();
     for _ in 0..args.windows {
-        windows.push(measure_window(Duration::from_secs(args.window_seconds), controller, sent_message_count).await?);
+        windows.push(
+            measure_scale_window(Duration::from_secs(args.window_seconds), controller, sent_message_count).await?,
+        );
     }
     Ok(windows)
 }
 
-async fn measure_window(
+async fn measure_scale_window(
     length: Duration,
     controller: &mut ControllerProcess,
     sent_message_count: &AtomicU64,
@@ -106,19 +112,19 @@ async fn measure_window(
         sent_messages_per_second,
         accepted_messages_per_second: (last_counts.0 - first_counts.0) / query_interval_s,
         tables_per_second: (last_counts.1 - first_counts.1) / query_interval_s,
-        resident_mib: controller.memory_mib("VmRSS:")? as f64,
-        max_resident_mib: controller.memory_mib("VmHWM:")? as f64,
-        report_to_table_cdf: cumulative_distribution(
+        resident_mib: controller.memory_mib_from_status("VmRSS:")? as f64,
+        max_resident_mib: controller.memory_mib_from_status("VmHWM:")? as f64,
+        report_to_table_cdf: compute_cumulative_distribution(
             &metrics_before,
             &metrics_after,
             "coreward_table_build_delay_seconds",
         ),
-        report_to_kernel_cdf: cumulative_distribution(
+        report_to_kernel_cdf: compute_cumulative_distribution(
             &metrics_before,
             &metrics_after,
             "coreward_table_propagation_seconds",
         ),
-        sent_to_kernel_cdf: cumulative_distribution(
+        sent_to_kernel_cdf: compute_cumulative_distribution(
             &metrics_before,
             &metrics_after,
             "coreward_report_sent_to_kernel_seconds",
@@ -135,7 +141,7 @@ fn fetch_metrics(address: SocketAddr) -> anyhow::Result<String> {
 }
 
 /// Returns the buckets of the histogram `name` on a metrics page, as pairs of upper bound and cumulative count.
-fn cumulative_buckets(metrics_page: &str, name: &str) -> Vec<(f64, f64)> {
+fn parse_cumulative_buckets(metrics_page: &str, name: &str) -> Vec<(f64, f64)> {
     let prefix = format!("{name}_bucket{{");
     let parse_bucket = |line: &str| {
         let (labels, count) = line.strip_prefix(&prefix)?.split_once("} ")?;
@@ -147,9 +153,9 @@ fn cumulative_buckets(metrics_page: &str, name: &str) -> Vec<(f64, f64)> {
 
 /// Returns the cumulative distribution of the values that were observed between two metrics pages, as pairs of upper
 /// bound and fraction of the values.
-fn cumulative_distribution(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f64)> {
+fn compute_cumulative_distribution(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f64)> {
     let (buckets_before, buckets_after) =
-        (cumulative_buckets(metrics_before, name), cumulative_buckets(metrics_after, name));
+        (parse_cumulative_buckets(metrics_before, name), parse_cumulative_buckets(metrics_after, name));
     let new_buckets: Vec<(f64, f64)> =
         buckets_after.iter().zip(&buckets_before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
     let new_value_count = new_buckets.last().map_or(0.0, |(_, count)| *count);
@@ -173,12 +179,12 @@ fn quantile_ms(cdf: &[(f64, f64)], quantile: f64) -> f64 {
 }
 
 /// Returns the percentage of values up to `limit_seconds`. The limit is rounded up to the next bucket's upper bound.
-fn percent_at_most(cdf: &[(f64, f64)], limit_seconds: f64) -> f64 {
+fn percent_within_limit(cdf: &[(f64, f64)], limit_seconds: f64) -> f64 {
     cdf.iter().find(|(upper_bound, _)| *upper_bound >= limit_seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
 /// Adds rows with the results of all windows. `message_name` names the messages whose sending rate is in the first row.
-pub fn add_window_rows(table: &mut Table, message_name: &str, windows: &[ScaleWindow]) {
+pub fn add_window_rows(table: &mut ReportTable, message_name: &str, windows: &[ScaleWindow]) {
     let mut add_result_row = |row_name: &str, to_value: &dyn Fn(&ScaleWindow) -> f64| {
         table.add_summary_row(row_name, windows.iter().map(to_value), [])
     };
@@ -194,21 +200,21 @@ pub fn add_window_rows(table: &mut Table, message_name: &str, windows: &[ScaleWi
         quantile_ms(&window.report_to_kernel_cdf, 0.5)
     });
     add_result_row("  p99", &|window| quantile_ms(&window.report_to_kernel_cdf, 0.99));
-    add_result_row("  within 10 ms, %", &|window| percent_at_most(&window.report_to_kernel_cdf, 0.01));
+    add_result_row("  within 10 ms, %", &|window| percent_within_limit(&window.report_to_kernel_cdf, 0.01));
     add_result_row("report sent to table in the kernel, p50, ms", &|window| {
         quantile_ms(&window.sent_to_kernel_cdf, 0.5)
     });
     add_result_row("  p99", &|window| quantile_ms(&window.sent_to_kernel_cdf, 0.99));
-    add_result_row("  within 10 ms, %", &|window| percent_at_most(&window.sent_to_kernel_cdf, 0.01));
+    add_result_row("  within 10 ms, %", &|window| percent_within_limit(&window.sent_to_kernel_cdf, 0.01));
 }
 
-fn build_report(args: &Args, windows: &[ScaleWindow]) -> Report {
-    let mut table = Table::new(&["", "median", "least", "most"]);
+fn build_scale_report(args: &ScaleBenchArgs, windows: &[ScaleWindow]) -> BenchReport {
+    let mut table = ReportTable::new(&["", "median", "least", "most"]);
     add_window_rows(&mut table, "reports", windows);
-    Report {
+    BenchReport {
         name: "scale",
         heading: "A controller at its limit",
-        method: format!(
+        method_description: format!(
             "{} agents of {} cores report every 100 ms, each by a gRPC stream over a TCP connection of its own \
              (loopback{}), to a controller that has CPU 0; agents and a load balancer, which puts the tables of {} \
              services in force and reports it for each, share CPU 1, of which the agents have what the other leaves \

@@ -7,15 +7,15 @@ use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use coreward_sim::trace::TraceSource;
-use coreward_sim::trace::capture::{ReadOptions, writer};
+use coreward_sim::trace::capture::{CaptureReadOptions, writer};
 use coreward_sim::{lb, rpc};
 
 use crate::default_args::parse_default_args;
-use crate::report::{Cell, Goal, Report, Table, goal_cells, median_min_max};
+use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_and_verdict_cells, median_min_max};
 
 /// Options of `coreward-lab bench sim`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct SimBenchArgs {
     /// Number of rounds; each measures every case once
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
@@ -27,7 +27,7 @@ pub struct Args {
     capture_seconds: u32,
 }
 
-impl Default for Args {
+impl Default for SimBenchArgs {
     fn default() -> Self {
         parse_default_args()
     }
@@ -35,51 +35,53 @@ impl Default for Args {
 
 /// Configuration of a simulation whose speed is measured, with the measured rates.
 struct SimulationCase {
-    name: String,
-    config: rpc::Config,
+    case_name: String,
+    config: rpc::RpcSimulationConfig,
     millions_per_second: Vec<f64>,
 }
 
 /// Runs the bench of the simulator. Fails when a simulation rejects its configuration.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
+pub fn run_sim_bench(args: &SimBenchArgs) -> anyhow::Result<BenchReport> {
     let mut cases = simulation_cases(args.requests)?;
     for _ in 0..args.rounds {
         for case in &mut cases {
             let start = Instant::now();
             let simulation_result = rpc::run(&case.config)?;
-            ensure!(simulation_result.requests == case.config.request_count, "{}: requests were lost", case.name);
+            ensure!(simulation_result.requests == case.config.request_count, "{}: requests were lost", case.case_name);
             case.millions_per_second.push(simulation_result.requests as f64 / 1e6 / start.elapsed().as_secs_f64());
         }
     }
-    let mut table = Table::new(&["requests at cores", "million requests/s", "least", "most", "goal", "verdict"]);
+    let mut table = ReportTable::new(&["requests at cores", "million requests/s", "least", "most", "goal", "verdict"]);
     for (case_index, case) in cases.iter().enumerate() {
-        let goal = (case_index == 0).then_some(Goal::AtLeast(8.0));
-        table.add_row(std::iter::once(case.name.clone().into()).chain(rate_cells(&case.millions_per_second, goal)));
+        let goal = (case_index == 0).then_some(MeasurementGoal::AtLeast(8.0));
+        table.add_row(
+            std::iter::once(case.case_name.clone().into()).chain(request_rate_cells(&case.millions_per_second, goal)),
+        );
     }
-    Ok(Report {
+    Ok(BenchReport {
         name: "sim",
         heading: "The simulator",
-        method: format!(
+        method_description: format!(
             "`coreward-lab sim rpc` runs on one CPU at load 0.8, for {1} interleaved rounds of {0} requests (medians). \
              `coreward-lab sim lb` reads {2} s of captured campus traffic ({CAPTURED_BYTES_PER_PACKET} bytes of each \
              packet) from the page cache, on both CPUs.",
             args.requests, args.rounds, args.capture_seconds
         ),
-        tables: vec![table, measure_captures(args)?],
+        tables: vec![table, measure_capture_simulation(args)?],
     })
 }
 
 /// Returns cells with the median, minimum and maximum of the rates, the goal, and whether the median meets it.
-fn rate_cells(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 5] {
+fn request_rate_cells(millions_per_second: &[f64], goal: Option<MeasurementGoal>) -> [TableCell; 5] {
     let [median_rate, min_rate, max_rate] = median_min_max(millions_per_second.iter().copied());
-    let [goal_cell, verdict_cell] = goal_cells(goal, median_rate);
+    let [goal_cell, verdict_cell] = goal_and_verdict_cells(goal, median_rate);
     [median_rate.into(), min_rate.into(), max_rate.into(), goal_cell, verdict_cell]
 }
 
 /// Number of bytes that are captured of each packet, which covers all headers up to the ports.
 const CAPTURED_BYTES_PER_PACKET: usize = 96;
 
-fn measure_captures(args: &Args) -> anyhow::Result<Table> {
+fn measure_capture_simulation(args: &SimBenchArgs) -> anyhow::Result<ReportTable> {
     let directory = tempfile::tempdir().context("a directory for the capture")?;
     let capture_path = directory.path().join("campus.pcap");
     write_capture(&capture_path, args.capture_seconds)?;
@@ -91,11 +93,11 @@ fn measure_captures(args: &Args) -> anyhow::Result<Table> {
     let mut millions_per_second = vec![Vec::new(); policy_sets.len()];
     for _ in 0..args.rounds {
         for ((_, policies), set_rates) in policy_sets.iter().zip(&mut millions_per_second) {
-            let config = lb::Config {
+            let config = lb::LbSimulationConfig {
                 trace: capture_path.to_str().context("a path in UTF-8")?.parse()?,
                 policies: policies.iter().map(|name| (*name).to_owned()).collect(),
                 seeds: vec![1],
-                ..lb::Config::default()
+                ..lb::LbSimulationConfig::default()
             };
             let start = Instant::now();
             let simulation_result = lb::run(&config)?;
@@ -103,17 +105,18 @@ fn measure_captures(args: &Args) -> anyhow::Result<Table> {
         }
     }
     let column_names = ["packets of a capture, by policy", "million packets/s", "least", "most", "goal", "verdict"];
-    let mut table = Table::new(&column_names);
+    let mut table = ReportTable::new(&column_names);
     for ((name, policies), millions_per_second) in policy_sets.iter().zip(&millions_per_second) {
-        let goal = (policies.len() == 1).then_some(Goal::AtLeast(20.0));
-        table.add_row(std::iter::once((*name).into()).chain(rate_cells(millions_per_second, goal)));
+        let goal = (policies.len() == 1).then_some(MeasurementGoal::AtLeast(20.0));
+        table.add_row(std::iter::once((*name).into()).chain(request_rate_cells(millions_per_second, goal)));
     }
     Ok(table)
 }
 
 /// Writes a capture file of campus traffic, which then remains in the page cache.
 fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
-    let mut trace = format!("campus:seconds={seconds}").parse::<TraceSource>()?.open(1, ReadOptions::default())?;
+    let mut trace =
+        format!("campus:seconds={seconds}").parse::<TraceSource>()?.open_trace(1, CaptureReadOptions::default())?;
     let capture_file = File::create(path).with_context(|| path.display().to_string())?;
     writer::write_capture(trace.as_mut(), CAPTURED_BYTES_PER_PACKET, BufWriter::with_capacity(1 << 20, capture_file))?;
     Ok(())
@@ -121,15 +124,15 @@ fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
 
 fn simulation_cases(requests: u64) -> anyhow::Result<Vec<SimulationCase>> {
     let new_case = |name: &str, policy: &str, cores: u16, service: &str, latency: f64| {
-        let config = rpc::Config {
+        let config = rpc::RpcSimulationConfig {
             policy: policy.parse()?,
             cores,
             service: service.parse()?,
             interface_latency: latency,
             request_count: requests,
-            ..rpc::Config::default()
+            ..rpc::RpcSimulationConfig::default()
         };
-        Ok(SimulationCase { name: name.to_owned(), config, millions_per_second: Vec::new() })
+        Ok(SimulationCase { case_name: name.to_owned(), config, millions_per_second: Vec::new() })
     };
     let bimodal_service_times = "bimodal:0.1:5";
     [

@@ -15,17 +15,17 @@ use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{MsgFlags, recv};
 
-use crate::agent::PinDirectory;
-use crate::controller::{self, fleet_document, service_vip};
+use crate::agent::BpfPinDirectory;
+use crate::controller::{self, build_fleet_document, service_vip};
 use crate::controller_process::{ControllerProcess, ScratchDirectory};
 use crate::fake_agent;
 use crate::namespace;
-use crate::report::{Report, Table};
+use crate::report::{BenchReport, ReportTable};
 use crate::test_env::{LoadBalancerProcess, make_veth_network};
 
 /// Options of `coreward-lab bench start`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct StartupBenchArgs {
     /// Number of services
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1024))]
     services: u32,
@@ -41,21 +41,25 @@ pub struct Args {
 }
 
 /// Maximum time of each wait, which is reached only after a fault.
-const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+const FORWARDING_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Measures starts of the load balancer and changes of servers in a new thread, which enters its own network namespace.
 /// Fails without root, or when a process does not start.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
-    namespace::measure_in_thread("start", args, measure)
+pub fn run_startup_bench(args: &StartupBenchArgs) -> anyhow::Result<BenchReport> {
+    namespace::measure_in_thread("start", args, measure_load_balancer_starts)
 }
 
-fn measure(args: &Args) -> anyhow::Result<Report> {
+fn measure_load_balancer_starts(args: &StartupBenchArgs) -> anyhow::Result<BenchReport> {
     make_veth_network()?;
-    let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, PinDirectory::new()?);
-    let fleet_args = controller::Args { agents: args.servers, services: args.services, ..controller::Args::default() };
+    let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, BpfPinDirectory::new()?);
+    let fleet_args = controller::ControllerBenchArgs {
+        agents: args.servers,
+        services: args.services,
+        ..controller::ControllerBenchArgs::default()
+    };
     let mut controller = ControllerProcess::start_without_fleet(&scratch_directory.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut fleet_document = fleet_document(&fleet_args);
+    let mut fleet_document = build_fleet_document(&fleet_args);
     let first_generation = runtime.block_on(apply_fleet_document(&mut controller, &fleet_document, 0))?;
     let mut start_times = Vec::new();
     for _ in 0..args.starts {
@@ -80,7 +84,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         ))?;
         change_times.push(drain_times);
     }
-    Ok(build_report(args, &start_times, &change_times))
+    Ok(build_startup_report(args, &start_times, &change_times))
 }
 
 /// Applies a fleet document, which replaces the one with this generation. Returns the new generation.
@@ -94,7 +98,7 @@ async fn apply_fleet_document(
 }
 
 /// Times from a load balancer's start to its first forwarded packet, and until it has forwarded one for every service.
-struct StartTimes {
+struct LoadBalancerStartTimes {
     time_to_first_packet: Duration,
     time_to_all_services: Duration,
 }
@@ -106,10 +110,10 @@ struct ServerSidePacketSocket {
     lb_mac: [u8; 6],
 }
 
-const FRAME_BYTES: usize = 14 + 20 + 20;
+const SYN_FRAME_BYTES: usize = 14 + 20 + 20;
 
 impl ServerSidePacketSocket {
-    fn open() -> anyhow::Result<Self> {
+    fn open_packet_socket() -> anyhow::Result<Self> {
         let protocol = libc::ETH_P_IP as u16;
         let socket_type = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
         // SAFETY: socket() returns a new descriptor, owned by nothing else, or -1, which is checked.
@@ -127,12 +131,12 @@ impl ServerSidePacketSocket {
             libc::bind(socket.as_raw_fd(), (&raw const bind_address).cast(), size_of::<libc::sockaddr_ll>() as u32)
         };
         Errno::result(bind_result).context("eth1")?;
-        Ok(Self { socket, own_mac: device_mac("eth1")?, lb_mac: device_mac("eth0")? })
+        Ok(Self { socket, own_mac: read_device_mac("eth1")?, lb_mac: read_device_mac("eth0")? })
     }
 
     /// Sends a SYN for a service's VIP from client port `client_port` to the load balancer.
     fn send_syn(&self, vip: Ipv4Addr, client_port: u16) {
-        let mut frame = [0u8; FRAME_BYTES];
+        let mut frame = [0u8; SYN_FRAME_BYTES];
         frame[..6].copy_from_slice(&self.lb_mac);
         frame[6..12].copy_from_slice(&self.own_mac);
         frame[12..14].copy_from_slice(&[8, 0]);
@@ -152,7 +156,7 @@ impl ServerSidePacketSocket {
         let mut vips = Vec::new();
         let mut frame = [0u8; 256];
         while let Ok(length) = recv(self.socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
-            if length >= FRAME_BYTES && frame[6..12] == self.lb_mac {
+            if length >= SYN_FRAME_BYTES && frame[6..12] == self.lb_mac {
                 vips.extend(<[u8; 4]>::try_from(&frame[30..34]).map(Ipv4Addr::from));
             }
         }
@@ -160,7 +164,7 @@ impl ServerSidePacketSocket {
     }
 }
 
-fn device_mac(device: &str) -> anyhow::Result<[u8; 6]> {
+fn read_device_mac(device: &str) -> anyhow::Result<[u8; 6]> {
     let is_requested_device = |entry: &nix::ifaddrs::InterfaceAddress| entry.interface_name == device;
     let addresses = nix::ifaddrs::getifaddrs()?.filter(is_requested_device);
     let mut mac_addresses = addresses.filter_map(|entry| entry.address?.as_link_addr()?.addr());
@@ -168,14 +172,14 @@ fn device_mac(device: &str) -> anyhow::Result<[u8; 6]> {
 }
 
 /// Sends SYNs to each service until the load balancer has forwarded one. Returns the times since `start`.
-fn measure_start_times(service_count: u32, start: Instant) -> anyhow::Result<StartTimes> {
-    let server_socket = ServerSidePacketSocket::open()?;
+fn measure_start_times(service_count: u32, start: Instant) -> anyhow::Result<LoadBalancerStartTimes> {
+    let server_socket = ServerSidePacketSocket::open_packet_socket()?;
     let mut waiting_vips: BTreeSet<Ipv4Addr> = (0..service_count).map(|service| *service_vip(service).ip()).collect();
     let (mut until_first_packet, mut client_port) = (None, 1024);
     while !waiting_vips.is_empty() {
         ensure!(
-            start.elapsed() < WAIT_TIMEOUT,
-            "{} services forward nothing after {WAIT_TIMEOUT:?}",
+            start.elapsed() < FORWARDING_TIMEOUT,
+            "{} services forward nothing after {FORWARDING_TIMEOUT:?}",
             waiting_vips.len()
         );
         // A batch is at most as long as a short queue. The other services follow in the next iteration.
@@ -190,23 +194,26 @@ fn measure_start_times(service_count: u32, start: Instant) -> anyhow::Result<Sta
         }
     }
     let time_to_all_services = start.elapsed();
-    Ok(StartTimes { time_to_first_packet: until_first_packet.unwrap_or(time_to_all_services), time_to_all_services })
+    Ok(LoadBalancerStartTimes {
+        time_to_first_packet: until_first_packet.unwrap_or(time_to_all_services),
+        time_to_all_services,
+    })
 }
 
 /// Times from the request of a change to the API's answer, and until the kernel has the change.
-struct ChangeTimes {
+struct FleetChangeTimes {
     time_to_api_answer: Duration,
     time_to_kernel: Duration,
 }
 
 async fn measure_draining_server(
     controller: &mut ControllerProcess,
-    pin_directory: &PinDirectory,
+    pin_directory: &BpfPinDirectory,
     document: &mut String,
     generation: u64,
     server_index: u32,
-    args: &Args,
-) -> anyhow::Result<ChangeTimes> {
+    args: &StartupBenchArgs,
+) -> anyhow::Result<FleetChangeTimes> {
     let api_client = controller.operator_client().await?;
     let status = api_client.status(false).await?;
     let server_name = fake_agent::server_name_of_agent(server_index);
@@ -222,7 +229,7 @@ async fn measure_draining_server(
     let new_fleet = NewFleet { name: "bench".into(), text: document.clone(), generation, dry_run: false };
     let start = Instant::now();
     let watcher_thread = std::thread::spawn(move || {
-        while start.elapsed() < WAIT_TIMEOUT {
+        while start.elapsed() < FORWARDING_TIMEOUT {
             if pinned_servers.server(service, server_id).is_some_and(|server| !server.is_eligible) {
                 return Some(start.elapsed());
             }
@@ -234,11 +241,15 @@ async fn measure_draining_server(
     let time_to_api_answer = start.elapsed();
     let watcher_result = tokio::task::spawn_blocking(move || watcher_thread.join()).await?;
     let time_to_kernel = watcher_result.ok().flatten().context("the change never came")?;
-    Ok(ChangeTimes { time_to_api_answer, time_to_kernel })
+    Ok(FleetChangeTimes { time_to_api_answer, time_to_kernel })
 }
 
-fn build_report(args: &Args, start_times: &[StartTimes], change_times: &[ChangeTimes]) -> Report {
-    let mut table = Table::new(&["ms", "median", "least", "most"]);
+fn build_startup_report(
+    args: &StartupBenchArgs,
+    start_times: &[LoadBalancerStartTimes],
+    change_times: &[FleetChangeTimes],
+) -> BenchReport {
+    let mut table = ReportTable::new(&["ms", "median", "least", "most"]);
     let mut add_times_row = |row_name: &str, values: Vec<f64>| table.add_summary_row(row_name, values, []);
     let to_ms = |time: Duration| time.as_secs_f64() * 1e3;
     add_times_row(
@@ -254,16 +265,16 @@ fn build_report(args: &Args, start_times: &[StartTimes], change_times: &[ChangeT
         change_times.iter().map(|change| to_ms(change.time_to_api_answer)).collect(),
     );
     let ms_after_api_answer =
-        |change: &ChangeTimes| to_ms(change.time_to_kernel.saturating_sub(change.time_to_api_answer));
+        |change: &FleetChangeTimes| to_ms(change.time_to_kernel.saturating_sub(change.time_to_api_answer));
     add_times_row("  from the answer to the kernel", change_times.iter().map(ms_after_api_answer).collect());
     add_times_row(
         "  from apply to the kernel",
         change_times.iter().map(|change| to_ms(change.time_to_kernel)).collect(),
     );
-    Report {
+    BenchReport {
         name: "start",
         heading: "The start of a load balancer",
-        method: format!(
+        method_description: format!(
             "A load balancer without state from before (generic XDP at a veth device) starts next to a controller with \
              {} services and {} servers, each of one service, which answer ARP; SYNs for every service come all the \
              while. {} starts. Then {} servers are drained, one after the other. To reach: less than 1 s to the first \

@@ -8,17 +8,17 @@ use std::time::Duration;
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace::{self, run_ip_command};
 use anyhow::{Context as _, ensure};
-use coreward_tls::Role;
+use coreward_tls::FleetRole;
 
-use crate::agent::PinDirectory;
+use crate::agent::BpfPinDirectory;
 use crate::certificates::TestCertificateAuthority;
 use crate::controller;
 use crate::controller_process::{ControllerProcess, ScratchDirectory};
-use crate::report::Report;
+use crate::report::BenchReport;
 
 /// Options shared by the benches of a controller at its limit.
 #[derive(Debug, Clone, clap::Args)]
-pub struct ScaleArgs {
+pub struct SharedScaleArgs {
     /// Number of cores of each server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
     pub cores: u16,
@@ -38,30 +38,43 @@ pub struct ScaleArgs {
 
 /// Runs `measure` with a controller and the report interval, in a new thread with its own network namespace.
 /// `bench_name` is the name of the bench. Fails without root, when a process does not start, or when `measure` fails.
-pub fn measure_at_scale<M>(bench_name: &str, agents: u32, args: &ScaleArgs, measure: M) -> anyhow::Result<Report>
+pub fn measure_at_scale<M>(
+    bench_name: &str,
+    agents: u32,
+    args: &SharedScaleArgs,
+    measure: M,
+) -> anyhow::Result<BenchReport>
 where
-    M: AsyncFnOnce(&mut ControllerProcess, Duration) -> anyhow::Result<Report> + Send + 'static,
+    M: AsyncFnOnce(&mut ControllerProcess, Duration) -> anyhow::Result<BenchReport> + Send + 'static,
 {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-bench {bench_name} loads BPF programs: run it as root");
     let (cores, services, uses_tls) = (args.cores, args.services, !args.plain);
-    let fleet_args = controller::Args { agents, cores, services, ..controller::Args::default() };
+    let fleet_args =
+        controller::ControllerBenchArgs { agents, cores, services, ..controller::ControllerBenchArgs::default() };
     let measuring_thread = std::thread::spawn(move || set_up_and_measure(&fleet_args, uses_tls, measure));
     measuring_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-fn set_up_and_measure<M>(fleet_args: &controller::Args, uses_tls: bool, measure: M) -> anyhow::Result<Report>
+fn set_up_and_measure<M>(
+    fleet_args: &controller::ControllerBenchArgs,
+    uses_tls: bool,
+    measure: M,
+) -> anyhow::Result<BenchReport>
 where
-    M: AsyncFnOnce(&mut ControllerProcess, Duration) -> anyhow::Result<Report>,
+    M: AsyncFnOnce(&mut ControllerProcess, Duration) -> anyhow::Result<BenchReport>,
 {
     coreward_control_server::server::raise_open_file_limit();
     make_veth_network()?;
-    let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, PinDirectory::new()?);
+    let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, BpfPinDirectory::new()?);
     let certificate_authority =
         uses_tls.then(|| TestCertificateAuthority::new(&scratch_directory.0.join("certificates"))).transpose()?;
     // A process inherits the CPU of the thread that starts it.
     cpus::bind_to_cpu(THIS_THREAD, 0)?;
-    let mut controller =
-        ControllerProcess::start(&controller::fleet_document(fleet_args), certificate_authority, &scratch_directory.0)?;
+    let mut controller = ControllerProcess::start(
+        &controller::build_fleet_document(fleet_args),
+        certificate_authority,
+        &scratch_directory.0,
+    )?;
     cpus::bind_to_cpu(THIS_THREAD, 1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
@@ -74,14 +87,14 @@ where
 
 /// Options of the measured load balancer's process.
 #[derive(Debug, Clone, clap::Args)]
-pub struct ProcessArgs {
+pub struct LoadBalancerProcessArgs {
     #[arg(long)]
     config: PathBuf,
 }
 
 /// Runs the load balancer in this process, as `coreward lb` does. Fails in the same cases.
-pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
-    coreward_lb::daemon::run(&args.config)
+pub fn run_load_balancer_process(args: &LoadBalancerProcessArgs) -> anyhow::Result<()> {
+    coreward_lb::daemon::run_load_balancer(&args.config)
 }
 
 /// Process of a load balancer, which is killed when this value is dropped.
@@ -93,7 +106,7 @@ impl LoadBalancerProcess {
     pub fn start(
         controller: &ControllerProcess,
         scratch_directory: &ScratchDirectory,
-        pin_directory: &PinDirectory,
+        pin_directory: &BpfPinDirectory,
     ) -> anyhow::Result<Self> {
         let config_path = scratch_directory.0.join("lb.toml");
         let config_text = format!(
@@ -102,7 +115,7 @@ impl LoadBalancerProcess {
             controller.grpc_address,
             pin_directory.0.join("lb1"),
             scratch_directory.0,
-            controller.tls_table(Role::Lb, "lb1")?,
+            controller.tls_config_toml(FleetRole::Lb, "lb1")?,
         );
         std::fs::write(&config_path, config_text)?;
         let mut command = Command::new(std::env::current_exe()?);

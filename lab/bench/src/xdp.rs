@@ -16,12 +16,12 @@ use std::os::fd::AsFd as _;
 
 use anyhow::{Context as _, ensure};
 
-use crate::report::{Report, Table, goal_cells};
+use crate::report::{BenchReport, ReportTable, goal_and_verdict_cells};
 use balancer::CaseLoadBalancer;
 use established::ConnectionCountCosts;
 use goals::CostGoals;
-use interleaved::{InterleavedProgram, NsByRound, Program, measure_interleaved};
-pub use interleaved::{difference_of_fastest_rounds, differences_by_round, median_of_rounds, quartile_range};
+use interleaved::{InterleavedProgram, MeasuredProgram, NsByRound, measure_interleaved};
+pub use interleaved::{difference_of_fastest_rounds, differences_by_round, median_of_rounds, quartile_range_text};
 use runner::{PACKET_COUNT, PacketRunner};
 use workload::PacketCase;
 
@@ -44,7 +44,7 @@ impl Default for MeasurementLength {
 
 /// Length of the measurement, and selection of its cases.
 #[derive(Default, clap::Args)]
-pub struct Args {
+pub struct XdpBenchArgs {
     #[command(flatten)]
     length: MeasurementLength,
     /// Measure only cases whose name contains this text, without the cases of established connections
@@ -52,15 +52,15 @@ pub struct Args {
     only: Option<String>,
 }
 
-impl Args {
+impl XdpBenchArgs {
     /// Returns the options for `rounds` rounds, with the default number of packets and all cases.
-    pub fn for_rounds(rounds: u32) -> Self {
+    pub fn with_round_count(rounds: u32) -> Self {
         Self { length: MeasurementLength { rounds, ..MeasurementLength::default() }, only: None }
     }
 }
 
 /// Cost of packets on open connections, for one program and number of connections.
-pub struct ConnectionCost {
+pub struct PacketCostByConnections {
     /// Mode or baseline program, named by its label in cheetah-5-live.toml.
     pub series_label: String,
     pub connection_count: usize,
@@ -69,20 +69,23 @@ pub struct ConnectionCost {
 }
 
 /// Measures the cost of packets on open connections, by program and number of connections.
-pub fn measure_connection_costs(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ConnectionCost>> {
+pub fn measure_connection_costs(
+    args: &XdpBenchArgs,
+    progress: &dyn Fn(usize, usize),
+) -> anyhow::Result<Vec<PacketCostByConnections>> {
     let mut connection_costs = Vec::new();
     for count_costs in established::measure_connection_counts(args, progress)? {
         let connection_count = count_costs.connection_count;
-        let mut add_cost = |series, above_empty| {
-            connection_costs.push(ConnectionCost {
+        let mut add_connection_cost = |series, above_empty| {
+            connection_costs.push(PacketCostByConnections {
                 series_label: series,
                 connection_count,
                 ns_above_empty_program: above_empty,
             })
         };
-        add_cost("stateless and one more line".to_owned(), count_costs.ns_with_parallel_cache_line);
+        add_connection_cost("stateless and one more line".to_owned(), count_costs.ns_with_parallel_cache_line);
         for mode_measurement in [count_costs.stateless, count_costs.stateful, count_costs.hash_table] {
-            add_cost(mode_measurement.case.consistency().name(), mode_measurement.ns_above_empty_program);
+            add_connection_cost(mode_measurement.case.consistency().name(), mode_measurement.ns_above_empty_program);
         }
     }
     Ok(connection_costs)
@@ -116,26 +119,26 @@ impl CaseMeasurement {
 
 /// Measures all selected cases of the bench. Fails without the capabilities to load BPF programs, or when a program
 /// does not do what the case expects.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
+pub fn run_xdp_bench(args: &XdpBenchArgs) -> anyhow::Result<BenchReport> {
     let established_costs =
         if args.only.is_some() { Vec::new() } else { established::measure_connection_counts(args, &|_, _| {})? };
-    let is_selected = |case: &PacketCase| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
+    let is_selected_case = |case: &PacketCase| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
     let separate_cases: Vec<CaseMeasurement> = PacketCase::separate_cases()
-        .filter(is_selected)
-        .map(|case| measure_separately(case, args).with_context(|| case.to_string()))
+        .filter(is_selected_case)
+        .map(|case| measure_case_separately(case, args).with_context(|| case.to_string()))
         .collect::<anyhow::Result<_>>()?;
     ensure!(!(established_costs.is_empty() && separate_cases.is_empty()), "no case has {:?} in its name", args.only);
     let operation_table = if args.only.is_some() { None } else { Some(units::measure_operations(&args.length)?) };
-    Ok(build_report(&established_costs, &separate_cases, operation_table, args))
+    Ok(build_xdp_report(&established_costs, &separate_cases, operation_table, args))
 }
 
-fn measure_separately(case: PacketCase, args: &Args) -> anyhow::Result<CaseMeasurement> {
+fn measure_case_separately(case: PacketCase, args: &XdpBenchArgs) -> anyhow::Result<CaseMeasurement> {
     let balancer = CaseLoadBalancer::new(case)?;
-    let runner = PacketRunner::new(&case.frame_template(), &balancer.packets()?, 0)?;
+    let runner = PacketRunner::new(&case.frame_template(), &balancer.shuffled_packet_variations()?, 0)?;
     let programs = [
-        Program::Baseline(runner.empty_program.as_fd()),
-        Program::Baseline(runner.parse_and_swap_program.as_fd()),
-        Program::Balancer(&balancer),
+        MeasuredProgram::Baseline(runner.empty_program.as_fd()),
+        MeasuredProgram::Baseline(runner.parse_and_swap_program.as_fd()),
+        MeasuredProgram::Balancer(&balancer),
     ];
     let round_times = measure_interleaved(
         &programs.map(|program| InterleavedProgram {
@@ -148,21 +151,21 @@ fn measure_separately(case: PacketCase, args: &Args) -> anyhow::Result<CaseMeasu
     CaseMeasurement::new(&balancer, [&round_times[0], &round_times[1], &round_times[2]])
 }
 
-fn build_report(
+fn build_xdp_report(
     established_costs: &[ConnectionCountCosts],
     separate_cases: &[CaseMeasurement],
-    operation_table: Option<Table>,
-    args: &Args,
-) -> Report {
+    operation_table: Option<ReportTable>,
+    args: &XdpBenchArgs,
+) -> BenchReport {
     let cost_goals = CostGoals::new(established_costs, separate_cases);
     let tables = [
         cost_table(established_costs, separate_cases, &cost_goals),
-        established::connection_count_table(established_costs),
+        established::costs_by_count_table(established_costs),
     ];
-    Report {
+    BenchReport {
         name: "xdp",
         heading: "The load balancer's program",
-        method: describe_method(args, cost_goals.parse_and_swap_ns),
+        method_description: describe_method(args, cost_goals.parse_and_swap_ns),
         tables: tables.into_iter().chain(operation_table).collect(),
     }
 }
@@ -171,8 +174,8 @@ fn cost_table(
     established_costs: &[ConnectionCountCosts],
     separate_cases: &[CaseMeasurement],
     goals: &CostGoals<'_>,
-) -> Table {
-    let mut table = Table::new(&[
+) -> ReportTable {
+    let mut table = ReportTable::new(&[
         "packet",
         "above empty, ns",
         "quartiles",
@@ -188,11 +191,11 @@ fn cost_table(
         measurement_of_mode.into_iter().flat_map(|to_measurement| established_costs.iter().map(to_measurement));
     for measurement in established_cases.chain(separate_cases) {
         let [goal_cell, verdict_cell] =
-            goal_cells(goals.goal_for_case(measurement.case), measurement.fastest_ns_above_empty_program);
+            goal_and_verdict_cells(goals.goal_for_case(measurement.case), measurement.fastest_ns_above_empty_program);
         table.add_row([
             measurement.case.to_string().into(),
             median_of_rounds(&measurement.ns_above_empty_program).into(),
-            quartile_range(&measurement.ns_above_empty_program).into(),
+            quartile_range_text(&measurement.ns_above_empty_program).into(),
             measurement.fastest_ns_above_empty_program.into(),
             goal_cell,
             verdict_cell,
@@ -203,7 +206,7 @@ fn cost_table(
     table
 }
 
-fn describe_method(args: &Args, parse_and_swap_ns: f64) -> String {
+fn describe_method(args: &XdpBenchArgs, parse_and_swap_ns: f64) -> String {
     format!(
         "BPF_PROG_TEST_RUN runs a program that puts the next connection into the frame and calls the measured program, \
          lb.bpf.c. Values are medians of {} interleaved rounds of {} packets, after a warm-up by all connections. \

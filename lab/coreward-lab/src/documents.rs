@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use clap::CommandFactory as _;
 use pulldown_cmark::{CodeBlockKind, Event, HeadingLevel, Options, Parser, Tag, TagEnd};
 
-use crate::Cli;
+use crate::LabCli;
 
 /// Parts of a document that are checked.
 #[derive(Debug, Default)]
-struct Document {
+struct CheckedDocument {
     /// Destinations of links, as written.
     link_destinations: Vec<String>,
     /// Anchors that GitHub derives from the headings.
@@ -25,7 +25,7 @@ fn repository_root() -> PathBuf {
 }
 
 /// Returns README.md and all files of docs/, each with its path relative to the repository's root.
-fn read_documents() -> BTreeMap<PathBuf, Document> {
+fn read_documents() -> BTreeMap<PathBuf, CheckedDocument> {
     let repository_root = repository_root();
     let doc_paths = std::fs::read_dir(repository_root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
     let markdown_paths = doc_paths.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
@@ -33,13 +33,13 @@ fn read_documents() -> BTreeMap<PathBuf, Document> {
     markdown_paths
         .map(|path| {
             let text = std::fs::read_to_string(&path).unwrap();
-            (path.strip_prefix(&repository_root).unwrap().to_owned(), parse(&text))
+            (path.strip_prefix(&repository_root).unwrap().to_owned(), parse_markdown(&text))
         })
         .collect()
 }
 
-fn parse(text: &str) -> Document {
-    let mut document = Document::default();
+fn parse_markdown(text: &str) -> CheckedDocument {
+    let mut document = CheckedDocument::default();
     let mut open_heading: Option<String> = None;
     let mut is_in_shell_block = false;
     for event in Parser::new_ext(text, Options::ENABLE_TABLES) {
@@ -76,7 +76,7 @@ fn parse(text: &str) -> Document {
     document
 }
 
-impl Document {
+impl CheckedDocument {
     fn add_anchor(&mut self, heading: &str) {
         let lowercase_heading = heading.trim().to_lowercase();
         let slug_chars = lowercase_heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
@@ -89,7 +89,11 @@ impl Document {
 }
 
 /// Returns the reason why a link in the file `document_path` is broken, or `None` for a valid or external link.
-fn broken_link_reason(link: &str, document_path: &Path, all_documents: &BTreeMap<PathBuf, Document>) -> Option<String> {
+fn broken_link_reason(
+    link: &str,
+    document_path: &Path,
+    all_documents: &BTreeMap<PathBuf, CheckedDocument>,
+) -> Option<String> {
     // External links are not checked, because that would need network access.
     if link.contains("://") || link.starts_with("mailto:") {
         return None;
@@ -109,7 +113,7 @@ fn broken_link_reason(link: &str, document_path: &Path, all_documents: &BTreeMap
 }
 
 /// Returns the arguments of each `program` call in a line of shell code, up to the next shell operator.
-fn command_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
+fn command_line_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
     let code = line.split_once(" #").map_or(line, |(command, _)| command);
     let simple_commands = code.split(['|', ';', '&', '(', ')', '>']);
     simple_commands.filter_map(move |simple_command| {
@@ -147,7 +151,7 @@ fn unknown_argument_error(arguments: &[&str], program: &clap::Command) -> Option
 
 /// Returns an error message for each command in a line that has an unknown sub-command or flag.
 fn unknown_argument_errors<'a>(line: &'a str, program: &'a clap::Command) -> impl Iterator<Item = String> {
-    command_arguments(line, program.get_name()).filter_map(|arguments| unknown_argument_error(&arguments, program))
+    command_line_arguments(line, program.get_name()).filter_map(|arguments| unknown_argument_error(&arguments, program))
 }
 
 fn assert_no_mistakes(mistakes: Vec<String>) {
@@ -179,7 +183,7 @@ fn every_docs_page_is_linked_in_the_index() {
 
 #[test]
 fn commands_in_the_documents_exist_with_their_flags() {
-    let programs = [coreward::command_definition(), Cli::command()];
+    let programs = [coreward::command_definition(), LabCli::command()];
     let mistakes = read_documents().into_iter().flat_map(|(path, document)| {
         let mistakes: Vec<String> = document
             .code_snippets
@@ -201,7 +205,7 @@ fn make_targets_in_the_documents_exist() {
             .code_snippets
             .iter()
             .flat_map(|line| {
-                command_arguments(line, "make").filter_map(|arguments| Some((*arguments.first()?).to_owned()))
+                command_line_arguments(line, "make").filter_map(|arguments| Some((*arguments.first()?).to_owned()))
             })
             .collect();
         mentioned_targets.into_iter().map(move |target| (path.clone(), target))
@@ -309,8 +313,9 @@ fn every_alert_is_explained_and_uses_known_metrics() {
 
 #[test]
 fn mistakes_in_documents_are_detected() {
-    let document =
-        parse("# One `two`, three\n\n## One\n\n# One\n\n[a](b.md#c)\n\n`coreward status`\n\n    make x   # y\n");
+    let document = parse_markdown(
+        "# One `two`, three\n\n## One\n\n# One\n\n[a](b.md#c)\n\n`coreward status`\n\n    make x   # y\n",
+    );
     assert_eq!(
         document.heading_anchors.iter().map(String::as_str).collect::<Vec<_>>(),
         ["one", "one-1", "one-two-three"]
@@ -320,13 +325,16 @@ fn mistakes_in_documents_are_detected() {
         (vec!["b.md#c".into()], vec!["two".into(), "coreward status".into(), "make x   # y".into()])
     );
     let all_documents = read_documents();
-    let broken_reason = |link| broken_link_reason(link, Path::new("docs/config.md"), &all_documents);
-    assert_eq!(broken_reason("nowhere.md").unwrap(), "nowhere.md: there is no docs/nowhere.md");
+    let find_broken_link_reason = |link| broken_link_reason(link, Path::new("docs/config.md"), &all_documents);
+    assert_eq!(find_broken_link_reason("nowhere.md").unwrap(), "nowhere.md: there is no docs/nowhere.md");
     assert_eq!(
-        broken_reason("../README.md#nothing").unwrap(),
+        find_broken_link_reason("../README.md#nothing").unwrap(),
         "../README.md#nothing: no heading has the anchor #nothing"
     );
-    assert_eq!((broken_reason("../README.md"), broken_reason("https://example.org/x")), (None, None));
+    assert_eq!(
+        (find_broken_link_reason("../README.md"), find_broken_link_reason("https://example.org/x")),
+        (None, None)
+    );
     let coreward_command = coreward::command_definition();
     let first_argument_error = |line| unknown_argument_errors(line, &coreward_command).next();
     assert_eq!(first_argument_error("sudo coreward stauts").unwrap(), "`coreward` has no sub-command `stauts`");

@@ -25,7 +25,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "cheetah-9-live",
             toml_text: include_str!("../../scenarios/live/cheetah-9-live.toml"),
         },
-        measure: pcc::figure::measure,
+        measure: pcc::figure::measure_pcc_figure,
         interrupt_measurement: Some(pcc::figure::interrupt_measurement),
     },
     LiveFigure {
@@ -33,7 +33,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "turbo-9-live",
             toml_text: include_str!("../../scenarios/live/turbo-9-live.toml"),
         },
-        measure: dispatch_figure::server_figure::measure,
+        measure: dispatch_figure::server_figure::measure_server_figure,
         interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
@@ -41,7 +41,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "turbo-6d-live",
             toml_text: include_str!("../../scenarios/live/turbo-6d-live.toml"),
         },
-        measure: dispatch_figure::server_figure::measure,
+        measure: dispatch_figure::server_figure::measure_server_figure,
         interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
@@ -49,7 +49,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "ringleader-classes-live",
             toml_text: include_str!("../../scenarios/live/ringleader-classes-live.toml"),
         },
-        measure: dispatch_figure::server_figure::measure,
+        measure: dispatch_figure::server_figure::measure_server_figure,
         interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
@@ -57,7 +57,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "ringleader-8-live",
             toml_text: include_str!("../../scenarios/live/ringleader-8-live.toml"),
         },
-        measure: dispatch_figure::server_figure::measure,
+        measure: dispatch_figure::server_figure::measure_server_figure,
         interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
@@ -65,7 +65,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "ringleader-bimodal-live",
             toml_text: include_str!("../../scenarios/live/ringleader-bimodal-live.toml"),
         },
-        measure: dispatch_figure::server_figure::measure,
+        measure: dispatch_figure::server_figure::measure_server_figure,
         interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
@@ -73,7 +73,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "ringleader-high-bimodal-live",
             toml_text: include_str!("../../scenarios/live/ringleader-high-bimodal-live.toml"),
         },
-        measure: dispatch_figure::server_figure::measure,
+        measure: dispatch_figure::server_figure::measure_server_figure,
         interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
@@ -81,7 +81,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "ringleader-rocksdb-live",
             toml_text: include_str!("../../scenarios/live/ringleader-rocksdb-live.toml"),
         },
-        measure: dispatch_figure::server_figure::measure,
+        measure: dispatch_figure::server_figure::measure_server_figure,
         interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
@@ -89,7 +89,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "ringleader-cores-live",
             toml_text: include_str!("../../scenarios/live/ringleader-cores-live.toml"),
         },
-        measure: dispatch_figure::cores_figure::measure,
+        measure: dispatch_figure::cores_figure::measure_cores_figure,
         interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
@@ -97,7 +97,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             name: "path-live",
             toml_text: include_str!("../../scenarios/live/path-live.toml"),
         },
-        measure: dispatch_figure::path_figure::measure,
+        measure: dispatch_figure::path_figure::measure_path_figure,
         interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
 ];

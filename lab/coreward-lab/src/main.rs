@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory as _, Parser as _};
 use coreward_bench::cli::{self as bench, BenchArgs};
 use coreward_cli::shell::CliDocumentationCommand;
-use coreward_cli::{exit_status, print};
+use coreward_cli::{exit_status, print_to_stdout};
 use coreward_fuzz::cli::{self as fuzz, FuzzArgs};
 use coreward_load::cli::{self as load, LoadArgs};
 use coreward_sim::cli::{self as sim, SimArgs};
@@ -19,13 +19,13 @@ use coreward_testbed::demo::{self, DemoOptions};
 
 #[derive(clap::Parser)]
 #[command(name = "coreward-lab", version, about)]
-struct Cli {
+struct LabCli {
     #[command(subcommand)]
-    command: Command,
+    command: LabCommand,
 }
 
 #[derive(clap::Subcommand)]
-enum Command {
+enum LabCommand {
     /// Run the same connections under every policy at once, in network namespaces (needs root)
     Demo(DemoOptions),
     /// Simulate policies on a trace or on random arrivals
@@ -46,19 +46,19 @@ enum Command {
 
 fn main() -> ExitCode {
     let _ = coreward_cli::start_logging();
-    exit_status("coreward-lab", run(Cli::parse().command))
+    exit_status("coreward-lab", run_lab_command(LabCli::parse().command))
 }
 
-fn run(command: Command) -> anyhow::Result<()> {
+fn run_lab_command(command: LabCommand) -> anyhow::Result<()> {
     match command {
-        Command::Demo(options) => demo::run(&options),
-        Command::Sim(args) => print(&sim::run(args)?),
-        Command::Figure(args) => figure::run(args, live::LIVE_FIGURES),
-        Command::Load(args) => print(&load::run(&args)?),
+        LabCommand::Demo(options) => demo::run_demo(&options),
+        LabCommand::Sim(args) => print_to_stdout(&sim::run(args)?),
+        LabCommand::Figure(args) => figure::run(args, live::LIVE_FIGURES),
+        LabCommand::Load(args) => print_to_stdout(&load::run(&args)?),
         // Some of the testbed's servers fork, so this must happen before the first thread starts.
-        Command::Testbed(args) => testbed::run(&args),
-        Command::Bench(args) => bench::run(&args),
-        Command::Fuzz(args) => fuzz::run(args),
-        Command::Shell(shell) => shell.run(Cli::command()),
+        LabCommand::Testbed(args) => testbed::run_testbed_command(&args),
+        LabCommand::Bench(args) => bench::run_bench_command(&args),
+        LabCommand::Fuzz(args) => fuzz::run_fuzz_command(args),
+        LabCommand::Shell(shell) => shell.run(LabCli::command()),
     }
 }

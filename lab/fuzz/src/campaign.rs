@@ -13,52 +13,52 @@ use crate::epoch::{self, FuzzEpoch};
 
 /// Limit at which a campaign ends, unless it finds a difference earlier.
 #[derive(Debug, Clone, Copy)]
-pub enum CampaignLimit {
+pub enum FuzzCampaignLimit {
     PacketCount(u64),
     /// Time since the start of the campaign, after which running epochs also end.
     MaxDuration(Duration),
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct Campaign {
+pub struct FuzzCampaign {
     /// Seed of the campaign, from which the seeds of all epochs are derived. They do not depend on the number of
     /// threads.
     pub seed: u64,
     pub first_epoch_number: u64,
-    pub limit: CampaignLimit,
+    pub limit: FuzzCampaignLimit,
     /// Number of threads, each of which tests its own load balancer.
     pub thread_count: usize,
 }
 
 /// Difference between the BPF program and its reference model, with the epoch in which it was found.
 #[derive(Debug)]
-pub struct EpochFailure {
+pub struct FuzzEpochFailure {
     pub epoch_number: u64,
     /// Number of packets in the epoch up to the one that shows the difference.
-    pub packet_count: u64,
+    pub packets_until_failure: u64,
     pub difference: ModelDifference,
 }
 
 #[derive(Debug)]
-pub struct CampaignSummary {
+pub struct FuzzCampaignSummary {
     pub packet_count: u64,
     pub epoch_count: u64,
     pub elapsed: Duration,
     /// Number of packets with each outcome, indexed by `enum lb_counter`.
     pub packets_by_outcome: Vec<u64>,
-    pub failure: Option<EpochFailure>,
+    pub failure: Option<FuzzEpochFailure>,
 }
 
-impl Campaign {
+impl FuzzCampaign {
     pub fn epoch_seed(&self, epoch_number: u64) -> u64 {
         seeded_rng(self.seed, epoch_number).next_u64()
     }
 
     /// Runs all epochs of the campaign. After each one, calls `progress` with the number of packets so far.
-    pub fn run(&self, progress: impl Fn(u64) + Sync) -> anyhow::Result<CampaignSummary> {
+    pub fn run_campaign(&self, progress: impl Fn(u64) + Sync) -> anyhow::Result<FuzzCampaignSummary> {
         let start = Instant::now();
         let (next_epoch, has_ended) = (AtomicU64::new(0), AtomicBool::new(false));
-        let summary = Mutex::new(CampaignSummary {
+        let summary = Mutex::new(FuzzCampaignSummary {
             packet_count: 0,
             epoch_count: 0,
             elapsed: Duration::ZERO,
@@ -80,9 +80,9 @@ impl Campaign {
                 if let Some(mismatch) = mismatch {
                     has_ended.store(true, Ordering::Relaxed);
                     let epoch_number = self.first_epoch_number + epoch_offset;
-                    let failure = EpochFailure {
+                    let failure = FuzzEpochFailure {
                         epoch_number,
-                        packet_count: mismatch.packet_count,
+                        packets_until_failure: mismatch.processed_packet_count,
                         difference: mismatch.difference,
                     };
                     summary.failure.get_or_insert(failure);
@@ -103,12 +103,12 @@ impl Campaign {
     /// that epoch.
     fn epoch_packet_count(&self, epoch_offset: u64, start: Instant) -> Option<u64> {
         match self.limit {
-            CampaignLimit::PacketCount(packet_total) => {
+            FuzzCampaignLimit::PacketCount(packet_total) => {
                 let packets_before_epoch = epoch_offset * epoch::PACKETS_PER_EPOCH;
                 (packets_before_epoch < packet_total)
                     .then(|| epoch::PACKETS_PER_EPOCH.min(packet_total - packets_before_epoch))
             }
-            CampaignLimit::MaxDuration(max_duration) => {
+            FuzzCampaignLimit::MaxDuration(max_duration) => {
                 (start.elapsed() < max_duration).then_some(epoch::PACKETS_PER_EPOCH)
             }
         }
@@ -123,7 +123,7 @@ impl Campaign {
         start: Instant,
         has_ended: &AtomicBool,
         counts_by_outcome: &mut [u64],
-    ) -> anyhow::Result<(u64, Option<epoch::Mismatch>)> {
+    ) -> anyhow::Result<(u64, Option<epoch::ModelMismatch>)> {
         const PACKETS_PER_LIMIT_CHECK: u64 = 8192;
         let mut epoch = FuzzEpoch::new(self.epoch_seed(self.first_epoch_number + epoch_offset), true)?;
         let mut compared_packet_count = 0;
@@ -132,9 +132,9 @@ impl Campaign {
             let mismatch = epoch
                 .run_until_packet(compared_packet_count, |outcome| counts_by_outcome[outcome.counter as usize] += 1)?;
             if let Some(mismatch) = mismatch {
-                return Ok((mismatch.packet_count, Some(mismatch)));
+                return Ok((mismatch.processed_packet_count, Some(mismatch)));
             }
-            if matches!(self.limit, CampaignLimit::MaxDuration(max_duration) if start.elapsed() >= max_duration) {
+            if matches!(self.limit, FuzzCampaignLimit::MaxDuration(max_duration) if start.elapsed() >= max_duration) {
                 break;
             }
         }

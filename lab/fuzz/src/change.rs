@@ -5,7 +5,7 @@ use std::fmt;
 use coreward_model::connection_table::{ClockTicks, ConnectionIndex, TableOwnerNumber};
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::FleetCookieKeys;
-use coreward_model::lb::{Server, TableOwner, TokenBucketSelector};
+use coreward_model::lb::{ServerMapEntry, TableOwnerReachability, TokenBucketSelector};
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, ServiceAddress};
 
@@ -16,7 +16,7 @@ pub enum StateChange {
     /// Replaces all services by these services, whose addresses differ from each other.
     ReplaceServices(Vec<(ServiceAddress, ServiceSettings)>),
     /// Adds or changes a server (`Some`) in the service with this slot, or removes the server (`None`).
-    SetServer(usize, ServerId, Option<Server>),
+    SetServer(usize, ServerId, Option<ServerMapEntry>),
     /// Sets whether the load balancer's own health checks consider a server of a service down.
     SetServerMasked(usize, ServerId, bool),
     InstallTable(usize, PlacementTable),
@@ -24,7 +24,7 @@ pub enum StateChange {
     SetHasBroadcastTokens(TokenBucketSelector, bool),
     /// Sets this load balancer's number among the owners of connection tables.
     SetLocalOwnerNumber(Option<TableOwnerNumber>),
-    SetOwner(TableOwnerNumber, TableOwner),
+    SetOwner(TableOwnerNumber, TableOwnerReachability),
     /// Limits the number of connection-table entries per source prefix, or removes the limit (`None`).
     LimitEntriesPerPrefix(Option<u32>),
     /// Sets the time that the BPF program reads from its clock.
@@ -38,15 +38,19 @@ pub enum StateChange {
 /// Difference between the reference model and the BPF program, in their handling of a packet or in their state.
 #[derive(Debug, Clone)]
 pub struct ModelDifference {
-    pub subject: String,
+    pub compared_subject: String,
     /// Result of the reference model, as text.
-    pub expected: String,
+    pub reference_model_result: String,
     /// Result of the BPF program, as text.
-    pub actual: String,
+    pub bpf_program_result: String,
 }
 
 impl fmt::Display for ModelDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}\n  reference model:\n    {}\n  BPF program:\n    {}", self.subject, self.expected, self.actual)
+        write!(
+            f,
+            "{}\n  reference model:\n    {}\n  BPF program:\n    {}",
+            self.compared_subject, self.reference_model_result, self.bpf_program_result
+        )
     }
 }

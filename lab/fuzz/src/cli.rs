@@ -3,9 +3,9 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use coreward_intf as intf;
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 
-use crate::campaign::{Campaign, CampaignLimit, CampaignSummary, EpochFailure};
+use crate::campaign::{FuzzCampaign, FuzzCampaignLimit, FuzzCampaignSummary, FuzzEpochFailure};
 use crate::consistency;
 use crate::epoch::EpochStep;
 use crate::frame::format_hex;
@@ -15,19 +15,19 @@ use crate::shrink::shrink_epoch;
 #[derive(clap::Args)]
 pub struct FuzzArgs {
     #[command(subcommand)]
-    command: Command,
+    command: FuzzCommand,
 }
 
 #[derive(clap::Subcommand)]
-enum Command {
+enum FuzzCommand {
     /// Send generated packets while the state changes, and compare every verdict, byte, counter and map entry
-    Packets(PacketsArgs),
+    Packets(PacketFuzzArgs),
     /// Check that connections stay with their server while servers, load balancers and keys change
-    Consistency(ConsistencyArgs),
+    Consistency(ConsistencyFuzzArgs),
 }
 
 #[derive(clap::Args)]
-struct PacketsArgs {
+struct PacketFuzzArgs {
     /// Number of packets [default: as many as fit into --seconds]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     packets: Option<u64>,
@@ -46,18 +46,18 @@ struct PacketsArgs {
 }
 
 #[derive(clap::Args)]
-struct ConsistencyArgs {
+struct ConsistencyFuzzArgs {
     /// Number of connections
-    #[arg(long, default_value_t = consistency::Config::default().connection_count)]
+    #[arg(long, default_value_t = consistency::ConsistencyCheckConfig::default().connection_count)]
     connections: u32,
     /// Virtual time in which the connections are opened (minutes)
-    #[arg(long, default_value_t = consistency::Config::default().minutes)]
+    #[arg(long, default_value_t = consistency::ConsistencyCheckConfig::default().arrival_minutes)]
     minutes: u32,
     /// Changes per minute of virtual time
-    #[arg(long, default_value_t = consistency::Config::default().changes_per_minute)]
+    #[arg(long, default_value_t = consistency::ConsistencyCheckConfig::default().changes_per_minute)]
     changes: u32,
     /// Number of load balancers
-    #[arg(long, default_value_t = consistency::Config::default().load_balancer_count)]
+    #[arg(long, default_value_t = consistency::ConsistencyCheckConfig::default().load_balancer_count)]
     load_balancers: usize,
     /// Consistency mode: stateless or stateful
     #[arg(long, default_value = "stateless")]
@@ -67,21 +67,21 @@ struct ConsistencyArgs {
     family: String,
     /// Forwarding to the servers: l2, ipip or gue
     #[arg(long, default_value = "l2")]
-    forwarding: Forwarding,
+    forwarding: ForwardingMode,
     /// Seed of all connections and changes
-    #[arg(long, default_value_t = consistency::Config::default().seed)]
+    #[arg(long, default_value_t = consistency::ConsistencyCheckConfig::default().seed)]
     seed: u64,
     /// Run the reference model only; needs no root
     #[arg(long)]
     model_only: bool,
 }
 
-fn run_consistency_check(arguments: &ConsistencyArgs) -> anyhow::Result<()> {
-    let config = consistency::Config {
+fn run_consistency_check(arguments: &ConsistencyFuzzArgs) -> anyhow::Result<()> {
+    let config = consistency::ConsistencyCheckConfig {
         connection_count: arguments.connections,
-        minutes: arguments.minutes,
+        arrival_minutes: arguments.minutes,
         changes_per_minute: arguments.changes,
-        key_rotation_ms: consistency::Config::default().key_rotation_ms,
+        key_rotation_ms: consistency::ConsistencyCheckConfig::default().key_rotation_ms,
         load_balancer_count: arguments.load_balancers,
         consistency: arguments.mode.parse()?,
         forwarding: arguments.forwarding,
@@ -90,7 +90,7 @@ fn run_consistency_check(arguments: &ConsistencyArgs) -> anyhow::Result<()> {
         runs_bpf_program: !arguments.model_only,
     };
     let start = std::time::Instant::now();
-    let report = consistency::run(config)?;
+    let report = consistency::simulate_and_check_consistency(config)?;
     println!("{report}");
     println!("{:.1} s", start.elapsed().as_secs_f64());
     anyhow::ensure!(report.are_guarantees_kept(), "packets of one connection reached two servers");
@@ -98,21 +98,22 @@ fn run_consistency_check(arguments: &ConsistencyArgs) -> anyhow::Result<()> {
 }
 
 /// Runs a campaign or the consistency check. Fails at the first difference, or when a BPF program cannot be loaded.
-pub fn run(arguments: FuzzArgs) -> anyhow::Result<()> {
+pub fn run_fuzz_command(arguments: FuzzArgs) -> anyhow::Result<()> {
     match arguments.command {
-        Command::Packets(arguments) => run_packet_campaign(&arguments),
-        Command::Consistency(arguments) => run_consistency_check(&arguments),
+        FuzzCommand::Packets(arguments) => run_packet_campaign(&arguments),
+        FuzzCommand::Consistency(arguments) => run_consistency_check(&arguments),
     }
 }
 
-fn run_packet_campaign(arguments: &PacketsArgs) -> anyhow::Result<()> {
-    let unix_seconds = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let campaign = Campaign {
-        seed: arguments.seed.unwrap_or_else(unix_seconds),
+fn run_packet_campaign(arguments: &PacketFuzzArgs) -> anyhow::Result<()> {
+    let read_unix_seconds = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let campaign = FuzzCampaign {
+        seed: arguments.seed.unwrap_or_else(read_unix_seconds),
         first_epoch_number: arguments.epoch,
-        limit: arguments
-            .packets
-            .map_or(CampaignLimit::MaxDuration(Duration::from_secs(arguments.seconds)), CampaignLimit::PacketCount),
+        limit: arguments.packets.map_or(
+            FuzzCampaignLimit::MaxDuration(Duration::from_secs(arguments.seconds)),
+            FuzzCampaignLimit::PacketCount,
+        ),
         thread_count: match arguments.threads {
             Some(threads) => threads,
             None => std::thread::available_parallelism()?.get(),
@@ -120,7 +121,7 @@ fn run_packet_campaign(arguments: &PacketsArgs) -> anyhow::Result<()> {
     };
     println!("seed {}, {} threads", campaign.seed, campaign.thread_count);
     let start = std::time::Instant::now();
-    let summary = campaign.run(|packets| {
+    let summary = campaign.run_campaign(|packets| {
         // Prints the progress only now and then, so that long runs print at most some dozen lines.
         if packets.is_multiple_of(4_000_000) {
             println!("{packets} packets after {:.0} s", start.elapsed().as_secs_f64());
@@ -133,7 +134,7 @@ fn run_packet_campaign(arguments: &PacketsArgs) -> anyhow::Result<()> {
     }
 }
 
-fn print_summary(summary: &CampaignSummary) {
+fn print_summary(summary: &FuzzCampaignSummary) {
     let seconds = summary.elapsed.as_secs_f64();
     println!(
         "{} packets in {} epochs compared in {seconds:.1} s: {:.0} a second",
@@ -148,11 +149,14 @@ fn print_summary(summary: &CampaignSummary) {
 
 /// Prints the difference and a short sequence of steps that reproduces it. Returns the error with which the command
 /// ends.
-fn report_failure(campaign: &Campaign, failure: &EpochFailure) -> anyhow::Error {
-    println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packet_count, failure.epoch_number, failure.difference);
+fn report_failure(campaign: &FuzzCampaign, failure: &FuzzEpochFailure) -> anyhow::Error {
+    println!(
+        "DIFFERENCE in packet {} of epoch {}: {}",
+        failure.packets_until_failure, failure.epoch_number, failure.difference
+    );
     println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch_number);
     println!("shrinking ...");
-    match shrink_epoch(campaign.epoch_seed(failure.epoch_number), failure.packet_count) {
+    match shrink_epoch(campaign.epoch_seed(failure.epoch_number), failure.packets_until_failure) {
         Ok(Some(sequence)) => {
             println!("the least that shows it: {} steps", sequence.steps.len());
             sequence.steps.iter().for_each(print_step);

@@ -17,15 +17,15 @@ use std::net::Ipv4Addr;
 use anyhow::ensure;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
-use coreward_model::lb::{Server, TokenBucketSelector};
+use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
+use coreward_model::lb::{ServerMapEntry, TokenBucketSelector};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
 use crate::change::StateChange;
 use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{Harness, HarnessSetup, OWN_MAC, TIME_KEY};
+use crate::harness::{FuzzHarness, FuzzHarnessSetup, OWN_MAC, TIME_KEY};
 
 const SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const TCP_FLAG_ACK: u8 = 0x10;
@@ -74,13 +74,13 @@ pub struct BitFlipCounts {
 
 /// Load balancer with one service, which receives packets with forged cookies.
 pub struct CookieTester {
-    harness: Harness,
+    harness: FuzzHarness,
     cookie_keys: FleetCookieKeys,
     server_ids: Vec<ServerId>,
     known_server_ids: BTreeSet<ServerId>,
     service_slot: usize,
     rng: FuzzRng,
-    packet: Vec<u8>,
+    packet_buffer: Vec<u8>,
 }
 
 impl CookieTester {
@@ -88,9 +88,10 @@ impl CookieTester {
     /// true, also loads the BPF program, which fails without the necessary capabilities.
     pub fn new(seed: u64, server_count: usize, runs_bpf_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 1);
-        let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current_key_index: KeyIndex::First };
-        let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, cookie_keys), runs_bpf_program)?;
+        let mut draw_cookie_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
+        let cookie_keys =
+            FleetCookieKeys { keys: [draw_cookie_key(), draw_cookie_key()], current_key_index: CookieKeyIndex::First };
+        let mut harness = FuzzHarness::new(FuzzHarnessSetup::new(OWN_MAC, cookie_keys), runs_bpf_program)?;
         let service_address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
         let service_slot = harness
             .apply_change(&StateChange::ReplaceServices(vec![(service_address, ServiceSettings::default())]))?[0];
@@ -99,22 +100,22 @@ impl CookieTester {
             let server_id = ServerId::try_from(rng.random_below(ServerId::COUNT) as u64)?;
             if known_server_ids.insert(server_id) {
                 let [id_high_byte, id_low_byte] = server_id.get().to_be_bytes();
-                let server = Server { mac: Some([2, 0, 0, 0, id_high_byte, id_low_byte]), is_eligible: true };
+                let server = ServerMapEntry { mac: Some([2, 0, 0, 0, id_high_byte, id_low_byte]), is_eligible: true };
                 harness.apply_change(&StateChange::SetServer(service_slot, server_id, Some(server)))?;
             }
         }
         let server_ids = known_server_ids.iter().copied().collect();
-        Ok(Self { harness, cookie_keys, server_ids, known_server_ids, service_slot, rng, packet: Vec::new() })
+        Ok(Self { harness, cookie_keys, server_ids, known_server_ids, service_slot, rng, packet_buffer: Vec::new() })
     }
 
-    fn random_client(&mut self) -> (Ipv4Addr, u16) {
+    fn random_client_address(&mut self) -> (Ipv4Addr, u16) {
         (Ipv4Addr::from(self.rng.next_u32()), self.rng.next_u16())
     }
 
     /// Returns a random server, and a valid cookie for it under one of the two keys.
     fn random_valid_cookie(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
         let server_id = self.rng.pick(&self.server_ids);
-        let key_index = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
+        let key_index = self.rng.pick(&[CookieKeyIndex::First, CookieKeyIndex::Second]);
         let keys_with_random_current = FleetCookieKeys { current_key_index: key_index, ..self.cookie_keys };
         let tsecr = cookie::stamp_tsval(
             &keys_with_random_current,
@@ -141,14 +142,18 @@ impl CookieTester {
             tos_and_ttl: [0, 64],
         };
         let tcp_options = [&[1, 1][..], &timestamp_option(1, tsecr)].concat();
-        let tcp_header = TcpHeader { ports: (client.1, SERVICE_ADDRESS.1), flags: TCP_FLAG_ACK, options: tcp_options };
-        self.packet.clear();
-        ip_header.append_frame(&mut self.packet, |packet| tcp_header.append_segment(packet, (1, 1), 0));
-        let (outcome, difference) = self.harness.process_packet(&self.packet)?;
+        let tcp_header = TcpHeader {
+            source_and_destination_ports: (client.1, SERVICE_ADDRESS.1),
+            tcp_flags: TCP_FLAG_ACK,
+            options: tcp_options,
+        };
+        self.packet_buffer.clear();
+        ip_header.append_frame(&mut self.packet_buffer, |packet| tcp_header.append_segment(packet, (1, 1), 0));
+        let (outcome, difference) = self.harness.process_packet(&self.packet_buffer)?;
         if let Some(difference) = difference {
             anyhow::bail!("BPF program and reference model differ in {difference}");
         }
-        let destination_mac = &self.harness.model_frame()[..6];
+        let destination_mac = &self.harness.last_model_frame()[..6];
         match outcome.server {
             Some(id) => {
                 ensure!(self.known_server_ids.contains(&id), "a TSecr reached {id}, which is not known");
@@ -164,7 +169,7 @@ impl CookieTester {
         Ok(outcome.server)
     }
 
-    fn measure_coverage(
+    fn measure_tsecr_coverage(
         &mut self,
         tsecr_count: u64,
         mut next_client_and_tsecr: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
@@ -182,13 +187,13 @@ impl CookieTester {
     /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or when the
     /// program and its reference model differ.
     pub fn send_random_tsecrs(&mut self, tsecr_count: u64) -> anyhow::Result<TsecrCoverage> {
-        self.measure_coverage(tsecr_count, |tester| (tester.random_client(), tester.rng.next_u32()))
+        self.measure_tsecr_coverage(tsecr_count, |tester| (tester.random_client_address(), tester.rng.next_u32()))
     }
 
     /// Sends valid cookies of one connection in packets of another connection.
     pub fn replay_on_other_connections(&mut self, tsecr_count: u64) -> anyhow::Result<TsecrCoverage> {
-        self.measure_coverage(tsecr_count, |tester| {
-            let (cookie_client, other_client) = (tester.random_client(), tester.random_client());
+        self.measure_tsecr_coverage(tsecr_count, |tester| {
+            let (cookie_client, other_client) = (tester.random_client_address(), tester.random_client_address());
             (other_client, tester.random_valid_cookie(cookie_client).1)
         })
     }
@@ -198,7 +203,7 @@ impl CookieTester {
     pub fn flip_cookie_bits(&mut self, cookie_count: u64) -> anyhow::Result<BitFlipCounts> {
         let mut flip_counts = BitFlipCounts { cookie_count, ..BitFlipCounts::default() };
         for _ in 0..cookie_count {
-            let client = self.random_client();
+            let client = self.random_client_address();
             let (server_id, tsecr) = self.random_valid_cookie(client);
             ensure!(
                 self.send_and_find_server(client, tsecr)? == Some(server_id),

@@ -1,12 +1,12 @@
 //! Epoch of the fuzzer, which is a new load balancer with some hundred thousand packets and changes from one seed.
 
 use coreward_model::connection_table::TableOwnerNumber;
-use coreward_model::lb::Outcome;
+use coreward_model::lb::FrameOutcome;
 
 use crate::change::{ModelDifference, StateChange};
 use crate::fuzz_rng::FuzzRng;
-use crate::gen_state::GeneratorState;
-use crate::harness::{Harness, HarnessSetup};
+use crate::gen_state::PacketGeneratorState;
+use crate::harness::{FuzzHarness, FuzzHarnessSetup};
 use crate::{frame, generate};
 
 pub const PACKETS_PER_EPOCH: u64 = 200_000;
@@ -23,20 +23,20 @@ pub enum EpochStep {
 /// Generator of packets and changes, with the harness that processes them.
 pub struct FuzzEpoch {
     rng: FuzzRng,
-    generator_state: GeneratorState,
+    generator_state: PacketGeneratorState,
     /// BPF program with its reference model, or the reference model alone.
-    pub harness: Harness,
+    pub harness: FuzzHarness,
     /// Changes that must be applied before the next packet, in reverse order.
     due_changes: Vec<StateChange>,
-    packet: Vec<u8>,
-    packet_count: u64,
+    packet_buffer: Vec<u8>,
+    processed_packet_count: u64,
 }
 
 /// Difference between the BPF program and its reference model, and the packet that showed it.
 #[derive(Debug)]
-pub struct Mismatch {
+pub struct ModelMismatch {
     /// Number of packets from the start of the epoch up to the one that shows the difference.
-    pub packet_count: u64,
+    pub processed_packet_count: u64,
     pub difference: ModelDifference,
 }
 
@@ -45,14 +45,14 @@ impl FuzzEpoch {
     /// capabilities.
     pub fn new(seed: u64, runs_bpf_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 0);
-        let mut generator_state = GeneratorState::new(&mut rng);
-        let harness = Harness::new(generator_state.harness_setup, runs_bpf_program)?;
+        let mut generator_state = PacketGeneratorState::new(&mut rng);
+        let harness = FuzzHarness::new(generator_state.harness_setup, runs_bpf_program)?;
         let owner_number = TableOwnerNumber::try_from(1).expect("in range");
         let due_changes = vec![
             generator_state.random_services_change(&mut rng),
             StateChange::SetLocalOwnerNumber(Some(owner_number)),
         ];
-        Ok(Self { rng, generator_state, harness, due_changes, packet: Vec::new(), packet_count: 0 })
+        Ok(Self { rng, generator_state, harness, due_changes, packet_buffer: Vec::new(), processed_packet_count: 0 })
     }
 
     fn add_random_changes(&mut self) {
@@ -109,11 +109,11 @@ impl FuzzEpoch {
     }
 
     /// Generates the next packet, stores it in `self.packet`, and processes it in the harness.
-    fn process_next_packet(&mut self) -> anyhow::Result<(Outcome, Option<ModelDifference>)> {
-        generate::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet);
-        self.packet_count += 1;
-        let (outcome, difference) = self.harness.process_packet(&self.packet)?;
-        self.generator_state.record_table_connection(&outcome, &frame::without_vlan_tag(&self.packet));
+    fn process_next_packet(&mut self) -> anyhow::Result<(FrameOutcome, Option<ModelDifference>)> {
+        generate::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet_buffer);
+        self.processed_packet_count += 1;
+        let (outcome, difference) = self.harness.process_packet(&self.packet_buffer)?;
+        self.generator_state.record_table_connection(&outcome, &frame::strip_vlan_tag(&self.packet_buffer));
         Ok((outcome, difference))
     }
 
@@ -121,39 +121,40 @@ impl FuzzEpoch {
     pub fn run_until_packet(
         &mut self,
         packet_limit: u64,
-        mut record_outcome: impl FnMut(Outcome),
-    ) -> anyhow::Result<Option<Mismatch>> {
-        while self.packet_count < packet_limit {
+        mut record_outcome: impl FnMut(FrameOutcome),
+    ) -> anyhow::Result<Option<ModelMismatch>> {
+        while self.processed_packet_count < packet_limit {
             self.apply_due_changes(|_| ())?;
             let (outcome, difference) = self.process_next_packet()?;
             record_outcome(outcome);
             let difference = difference.or_else(|| {
-                let is_comparison_due =
-                    self.packet_count.is_multiple_of(PACKETS_PER_STATE_COMPARISON) || self.packet_count == packet_limit;
+                let is_comparison_due = self.processed_packet_count.is_multiple_of(PACKETS_PER_STATE_COMPARISON)
+                    || self.processed_packet_count == packet_limit;
                 is_comparison_due.then(|| self.harness.compare_state()).flatten()
             });
             if let Some(difference) = difference {
-                return Ok(Some(Mismatch { packet_count: self.packet_count, difference }));
+                return Ok(Some(ModelMismatch { processed_packet_count: self.processed_packet_count, difference }));
             }
         }
         Ok(None)
     }
 
     /// Compares the tables that are too large for the comparisons during the epoch.
-    pub fn compare_large_tables(&self) -> anyhow::Result<Option<Mismatch>> {
+    pub fn compare_large_tables(&self) -> anyhow::Result<Option<ModelMismatch>> {
         let table_difference = self.harness.compare_large_tables()?;
-        Ok(table_difference.map(|difference| Mismatch { packet_count: self.packet_count, difference }))
+        Ok(table_difference
+            .map(|difference| ModelMismatch { processed_packet_count: self.processed_packet_count, difference }))
     }
 
     /// Returns the setup of the epoch that `seed` determines, and its steps up to packet number `packet_limit`.
-    pub fn record_steps(seed: u64, packet_limit: u64) -> anyhow::Result<(HarnessSetup, Vec<EpochStep>)> {
+    pub fn record_steps(seed: u64, packet_limit: u64) -> anyhow::Result<(FuzzHarnessSetup, Vec<EpochStep>)> {
         let mut epoch = FuzzEpoch::new(seed, false)?;
         let setup = epoch.generator_state.harness_setup;
         let mut steps = Vec::new();
-        while epoch.packet_count < packet_limit {
+        while epoch.processed_packet_count < packet_limit {
             epoch.apply_due_changes(|change| steps.push(EpochStep::Change(change)))?;
             epoch.process_next_packet()?;
-            steps.push(EpochStep::Packet(epoch.packet.clone()));
+            steps.push(EpochStep::Packet(epoch.packet_buffer.clone()));
         }
         Ok((setup, steps))
     }

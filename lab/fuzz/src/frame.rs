@@ -27,8 +27,8 @@ pub struct EthernetIpHeader {
 #[derive(Debug, Clone)]
 pub struct TcpHeader {
     /// Source port and destination port.
-    pub ports: (u16, u16),
-    pub flags: u8,
+    pub source_and_destination_ports: (u16, u16),
+    pub tcp_flags: u8,
     /// TCP options (at most 40 bytes), which are padded with zeros to a multiple of 4 bytes.
     pub options: Vec<u8>,
 }
@@ -111,11 +111,11 @@ impl TcpHeader {
     /// acknowledgement numbers.
     pub fn append_segment(&self, frame: &mut Vec<u8>, sequence_and_ack_numbers: (u32, u32), payload_bytes: usize) {
         let option_bytes = self.options.len().next_multiple_of(4);
-        frame.extend(self.ports.0.to_be_bytes());
-        frame.extend(self.ports.1.to_be_bytes());
+        frame.extend(self.source_and_destination_ports.0.to_be_bytes());
+        frame.extend(self.source_and_destination_ports.1.to_be_bytes());
         frame.extend(sequence_and_ack_numbers.0.to_be_bytes());
         frame.extend(sequence_and_ack_numbers.1.to_be_bytes());
-        frame.extend([((20 + option_bytes) as u8) << 2, self.flags, 0xff, 0xff, 0, 0, 0, 0]);
+        frame.extend([((20 + option_bytes) as u8) << 2, self.tcp_flags, 0xff, 0xff, 0, 0, 0, 0]);
         frame.extend(&self.options);
         frame.extend(std::iter::repeat_n(0, option_bytes - self.options.len()));
         frame.extend(std::iter::repeat_n(0x5a, payload_bytes));
@@ -145,7 +145,7 @@ pub fn insert_vlan_tag(frame: &mut Vec<u8>, tag: u16) {
 }
 
 /// Returns the frame without its outermost 802.1Q tag, if it has one.
-pub fn without_vlan_tag(frame: &[u8]) -> Cow<'_, [u8]> {
+pub fn strip_vlan_tag(frame: &[u8]) -> Cow<'_, [u8]> {
     if frame.get(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES) != Some(&[0x81, 0])
         || frame.len() < ETHERNET_HEADER_BYTES + 4
     {
@@ -156,6 +156,6 @@ pub fn without_vlan_tag(frame: &[u8]) -> Cow<'_, [u8]> {
 
 /// Returns the bytes in hexadecimal, in indented lines of 16 bytes.
 pub fn format_hex(bytes: &[u8]) -> String {
-    let format_line = |line: &[u8]| line.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
-    bytes.chunks(16).map(format_line).collect::<Vec<_>>().join("\n    ")
+    let format_hex_line = |line: &[u8]| line.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
+    bytes.chunks(16).map(format_hex_line).collect::<Vec<_>>().join("\n    ")
 }

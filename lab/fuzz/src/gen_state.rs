@@ -3,13 +3,13 @@
 use std::net::{IpAddr, Ipv4Addr};
 
 use coreward_intf as intf;
-use coreward_model::connection_table::{ClockTicks, TableOwnerNumber, TableSize};
-use coreward_model::consistency::{Consistency, ServiceMigration, ServiceSettings, TimestampOrigin};
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
-use coreward_model::forwarding::Forwarding;
+use coreward_model::connection_table::{ClockTicks, ConnectionTableSize, TableOwnerNumber};
+use coreward_model::consistency::{ConsistencyMode, ServiceMigration, ServiceSettings, TimestampOrigin};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
+use coreward_model::forwarding::ForwardingMode;
 use coreward_model::lb::{
-    BROADCAST_REASON_COUNT, BroadcastReason, MacAddress, Outcome, OuterHeader, Server, TableOwner, TokenBucketSelector,
-    Vlans,
+    BROADCAST_REASON_COUNT, BroadcastReason, FrameOutcome, LoadBalancerVlans, MacAddress, OuterHeaderFields,
+    ServerMapEntry, TableOwnerReachability, TokenBucketSelector,
 };
 use coreward_model::lb_stamping;
 use coreward_model::placement::{PlacementRule, PlacementTable};
@@ -20,7 +20,7 @@ use coreward_model::{ServerId, ServiceAddress};
 use crate::change::StateChange;
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{HarnessSetup, OWN_MAC};
+use crate::harness::{FuzzHarnessSetup, OWN_MAC};
 use crate::ipv6;
 use crate::server_networks::SERVER_VLAN_IDS;
 
@@ -29,22 +29,22 @@ const SERVICE_VIPS: [Ipv4Addr; 5] = [
     Ipv4Addr::new(10, 200, 0, 1),
     Ipv4Addr::new(10, 200, 0, 2),
     Ipv4Addr::new(192, 0, 2, 255),
-    ipv6::IPV6_PLACEHOLDERS[0],
-    ipv6::IPV6_PLACEHOLDERS[1],
+    ipv6::IPV6_VIP_PLACEHOLDERS[0],
+    ipv6::IPV6_VIP_PLACEHOLDERS[1],
 ];
 /// Ports of generated services. There are few of them, so that a packet to another port of a VIP often belongs to
 /// another service.
 const SERVICE_PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
 
 /// Consistency modes to choose from. The complicated ones are repeated, so that they are chosen more often.
-const WEIGHTED_MODES: [Consistency; 7] = [
-    Consistency::Stateless,
-    Consistency::Stateless,
-    Consistency::Stateful,
-    Consistency::Stateful,
-    Consistency::None,
-    Consistency::HashTable,
-    Consistency::Beamer,
+const WEIGHTED_CONSISTENCY_MODES: [ConsistencyMode; 7] = [
+    ConsistencyMode::Stateless,
+    ConsistencyMode::Stateless,
+    ConsistencyMode::Stateful,
+    ConsistencyMode::Stateful,
+    ConsistencyMode::None,
+    ConsistencyMode::HashTable,
+    ConsistencyMode::Beamer,
 ];
 /// Maximum number of recorded connections with a connection-table entry.
 const MAX_TABLE_CONNECTIONS: usize = 2048;
@@ -92,9 +92,9 @@ impl GeneratedService {
 }
 
 /// State from which the generator derives packets and changes.
-pub struct GeneratorState {
+pub struct PacketGeneratorState {
     /// Setup of the harness, in which only the keys change during the epoch.
-    pub harness_setup: HarnessSetup,
+    pub harness_setup: FuzzHarnessSetup,
     pub services: Vec<GeneratedService>,
     /// Addresses and ports of clients that later packets use again.
     pub client_addresses: Vec<(Ipv4Addr, u16)>,
@@ -108,31 +108,31 @@ pub struct GeneratorState {
     pub frees_connections: bool,
     allowed_vips: Vec<Ipv4Addr>,
     allowed_rules: Vec<PlacementRule>,
-    allowed_modes: Vec<Consistency>,
+    allowed_modes: Vec<ConsistencyMode>,
     allowed_protocols: Vec<Protocol>,
-    allowed_forwardings: Vec<Forwarding>,
+    allowed_forwardings: Vec<ForwardingMode>,
     table_generation: u64,
 }
 
-impl GeneratorState {
+impl PacketGeneratorState {
     /// Returns a state with random setup and clients, but without services.
     pub fn new(rng: &mut FuzzRng) -> Self {
         let client_addresses = (0..512).map(|_| (Ipv4Addr::from(rng.next_u32()), rng.next_u16())).collect();
-        let table_size = TableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
-        let outer_header = HarnessSetup::new(OWN_MAC, random_keys(rng)).outer_header;
-        let harness_setup = HarnessSetup {
+        let table_size = ConnectionTableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
+        let outer_header = FuzzHarnessSetup::new(OWN_MAC, random_cookie_keys(rng)).outer_header;
+        let harness_setup = FuzzHarnessSetup {
             counts_traffic: rng.random_bool(1, 2),
             connection_table_size: table_size,
             connection_key: CookieKey::random(&mut rng.0),
             // In a small table, sets become full. In a large one, most sets have room.
             flow_set_count: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
             // The small MTU makes some frames too long.
-            outer_header: OuterHeader { mtu_bytes: rng.pick(&[1500, 90]), ..outer_header },
+            outer_header: OuterHeaderFields { mtu_bytes: rng.pick(&[1500, 90]), ..outer_header },
             vlans: random_vlans(rng),
-            ..HarnessSetup::new(OWN_MAC, random_keys(rng))
+            ..FuzzHarnessSetup::new(OWN_MAC, random_cookie_keys(rng))
         };
         let (allowed_rules, allowed_modes) =
-            (random_subset(&PlacementRule::ALL, rng), random_subset(&WEIGHTED_MODES, rng));
+            (random_subset(&PlacementRule::ALL, rng), random_subset(&WEIGHTED_CONSISTENCY_MODES, rng));
         let allowed_protocols =
             rng.pick(&[&[Protocol::Tcp][..], &[Protocol::Tcp, Protocol::Tcp, Protocol::Udp]]).to_vec();
         Self {
@@ -148,7 +148,7 @@ impl GeneratorState {
             allowed_rules,
             allowed_modes,
             allowed_protocols,
-            allowed_forwardings: random_subset(&Forwarding::ALL, rng),
+            allowed_forwardings: random_subset(&ForwardingMode::ALL, rng),
             table_generation: 0,
         }
     }
@@ -180,7 +180,7 @@ impl GeneratorState {
     /// Returns random settings that a service of this protocol may have.
     fn random_service_settings(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceSettings {
         if protocol == Protocol::Udp {
-            let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
+            let consistency = rng.pick(&[ConsistencyMode::HashTable, ConsistencyMode::None]);
             let default_settings = ServiceSettings::default_for_protocol(Protocol::Udp);
             return ServiceSettings {
                 consistency,
@@ -191,20 +191,20 @@ impl GeneratorState {
         let consistency = rng.pick(&self.allowed_modes);
         let timestamps = match rng.random_below(15) {
             0..3 => TimestampOrigin::Off,
-            3..7 if consistency == Consistency::Stateless => TimestampOrigin::LoadBalancer,
+            3..7 if consistency == ConsistencyMode::Stateless => TimestampOrigin::LoadBalancer,
             _ => TimestampOrigin::Server,
         };
         let forwarding = match timestamps {
-            TimestampOrigin::LoadBalancer => Forwarding::L2,
+            TimestampOrigin::LoadBalancer => ForwardingMode::L2,
             _ => rng.pick(&self.allowed_forwardings),
         };
         let settings = ServiceSettings { consistency, timestamps, migration: None, forwarding };
         let is_migrating = settings.can_migrate() && rng.random_bool(1, 3);
-        ServiceSettings { migration: is_migrating.then(|| self.random_migration(rng)), ..settings }
+        ServiceSettings { migration: is_migrating.then(|| self.random_service_migration(rng)), ..settings }
     }
 
     /// Returns a random migration. Its other load balancer mostly has a server's id, so that its MAC address is known.
-    fn random_migration(&self, rng: &mut FuzzRng) -> ServiceMigration {
+    fn random_service_migration(&self, rng: &mut FuzzRng) -> ServiceMigration {
         let known_server_ids: Vec<ServerId> =
             self.services.iter().flat_map(|service| service.server_ids.iter().copied()).collect();
         let other_balancer_id = match known_server_ids.is_empty() || rng.random_bool(1, 8) {
@@ -298,21 +298,22 @@ impl GeneratorState {
             table.consistent_servers.clear();
             table.previous_consistent_servers.clear();
         }
-        let is_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
-        table.down_servers = server_ids.into_iter().filter(|id| !is_member(id) && rng.random_bool(2, 3)).collect();
+        let is_table_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
+        table.down_servers =
+            server_ids.into_iter().filter(|id| !is_table_member(id) && rng.random_bool(2, 3)).collect();
         Some(StateChange::InstallTable(service.service_slot, table))
     }
 
     /// Records the table entry that a new connection has received. `frame` is the packet before the program changed it.
-    pub fn record_table_connection(&mut self, outcome: &Outcome, frame: &[u8]) {
+    pub fn record_table_connection(&mut self, outcome: &FrameOutcome, frame: &[u8]) {
         let (Some(reported_cookie), Some(service_slot)) = (outcome.syn_table_entry, outcome.service_slot) else {
             return;
         };
-        let address_bytes = |offset: usize| <[u8; 4]>::try_from(&frame[offset..offset + 4]).expect("four bytes");
+        let read_address_bytes = |offset: usize| <[u8; 4]>::try_from(&frame[offset..offset + 4]).expect("four bytes");
         let (client_ip, transport_offset) = match ipv6::parse_frame(frame) {
             Some(headers) => (ipv6::ipv4_for_ipv6(headers.source_and_destination[0]), headers.transport_offset),
             None => (
-                Ipv4Addr::from(address_bytes(ETHERNET_HEADER_BYTES + 12)),
+                Ipv4Addr::from(read_address_bytes(ETHERNET_HEADER_BYTES + 12)),
                 ETHERNET_HEADER_BYTES + usize::from(frame[ETHERNET_HEADER_BYTES] & 0xf) * 4,
             ),
         };
@@ -329,19 +330,19 @@ impl GeneratorState {
         self.table_connections.push(table_connection);
     }
 
-    fn random_owner_change(&mut self, rng: &mut FuzzRng) -> StateChange {
+    fn random_table_owner_change(&mut self, rng: &mut FuzzRng) -> StateChange {
         // There are few owner numbers, so that forged and old indexes often match an owner.
         let owner_number = TableOwnerNumber::try_from(rng.random_below(4) as u64).expect("in range");
         match rng.random_below(4) {
             0 if rng.random_bool(1, 4) => {
                 StateChange::SetLocalOwnerNumber(rng.random_bool(3, 4).then_some(owner_number))
             }
-            1 => StateChange::SetOwner(owner_number, TableOwner::Lost),
-            2 => StateChange::SetOwner(owner_number, TableOwner::Unknown),
+            1 => StateChange::SetOwner(owner_number, TableOwnerReachability::Lost),
+            2 => StateChange::SetOwner(owner_number, TableOwnerReachability::Unknown),
             _ => {
                 let mac = [2, 0, 0, 2, 0, rng.next_u8()];
                 self.owner_macs.push(mac);
-                StateChange::SetOwner(owner_number, TableOwner::Reachable(mac))
+                StateChange::SetOwner(owner_number, TableOwnerReachability::Reachable(mac))
             }
         }
     }
@@ -364,11 +365,11 @@ impl GeneratorState {
         match rng.random_below(16) {
             15 => StateChange::SweepExpiredEntries,
             14 => StateChange::LimitEntriesPerPrefix(rng.random_bool(1, 2).then(|| 1 + rng.random_below(3) as u32)),
-            10..12 => self.random_owner_change(rng),
-            12 => random_token_change(rng),
+            10..12 => self.random_table_owner_change(rng),
+            12 => random_token_bucket_change(rng),
             13 => self.random_clock_change(rng),
             0 => {
-                self.harness_setup.cookie_keys = random_keys(rng);
+                self.harness_setup.cookie_keys = random_cookie_keys(rng);
                 StateChange::SetKeys(self.harness_setup.cookie_keys)
             }
             // Key rotation replaces one key and keeps the other one.
@@ -407,10 +408,10 @@ fn random_broadcast_reason(rng: &mut FuzzRng) -> BroadcastReason {
 }
 
 /// Returns a random change of a token bucket that limits broadcasts of several services.
-fn random_token_change(rng: &mut FuzzRng) -> StateChange {
+fn random_token_bucket_change(rng: &mut FuzzRng) -> StateChange {
     let reason = random_broadcast_reason(rng);
     let token_buckets = match rng.random_below(2) {
-        0 => TokenBucketSelector::Total(reason),
+        0 => TokenBucketSelector::WholeLoadBalancer(reason),
         _ => TokenBucketSelector::EveryEighthSourceFrom(rng.random_below(8)),
     };
     StateChange::SetHasBroadcastTokens(token_buckets, rng.random_bool(3, 4))
@@ -427,21 +428,21 @@ fn random_subset<T: Copy>(elements: &[T], rng: &mut FuzzRng) -> Vec<T> {
 }
 
 /// Returns random VLANs for an epoch. On average, two of three epochs have no VLANs.
-fn random_vlans(rng: &mut FuzzRng) -> Vlans {
+fn random_vlans(rng: &mut FuzzRng) -> LoadBalancerVlans {
     let is_tagging_enabled = rng.random_bool(1, 3);
     let vip_vlan_id = if is_tagging_enabled { rng.pick(&SERVER_VLAN_IDS) } else { 0 };
-    Vlans { is_tagging_enabled, vip_vlan: Vlan::from_id_or_untagged(vip_vlan_id.into()).expect("in range") }
+    LoadBalancerVlans { is_tagging_enabled, vip_vlan: Vlan::from_id_or_untagged(vip_vlan_id.into()).expect("in range") }
 }
 
-fn random_keys(rng: &mut FuzzRng) -> FleetCookieKeys {
+fn random_cookie_keys(rng: &mut FuzzRng) -> FleetCookieKeys {
     FleetCookieKeys {
         keys: [CookieKey::random(&mut rng.0), CookieKey::random(&mut rng.0)],
-        current_key_index: rng.pick(&[KeyIndex::First, KeyIndex::Second]),
+        current_key_index: rng.pick(&[CookieKeyIndex::First, CookieKeyIndex::Second]),
     }
 }
 
-fn random_server(rng: &mut FuzzRng) -> Server {
+fn random_server(rng: &mut FuzzRng) -> ServerMapEntry {
     let mut mac = [0; 6];
     rng.fill_bytes(&mut mac);
-    Server { mac: rng.random_bool(5, 6).then_some(mac), is_eligible: rng.random_bool(5, 6) }
+    ServerMapEntry { mac: rng.random_bool(5, 6).then_some(mac), is_eligible: rng.random_bool(5, 6) }
 }

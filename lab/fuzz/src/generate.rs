@@ -5,14 +5,14 @@ use std::net::Ipv4Addr;
 use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::ServerId;
-use coreward_model::consistency::Consistency;
-use coreward_model::cookie::{self, Cookie, FleetCookieKeys, KeyIndex};
+use coreward_model::consistency::ConsistencyMode;
+use coreward_model::cookie::{self, Cookie, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb_stamping;
 use coreward_model::tuple::Protocol;
 
 use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
-use crate::gen_state::{GeneratedService, GeneratorState, TableConnection};
+use crate::gen_state::{GeneratedService, PacketGeneratorState, TableConnection};
 use crate::harness::{OWN_MAC, TIME_KEY};
 use crate::server_networks::SERVER_VLAN_IDS;
 use crate::{ipv6, mutate};
@@ -24,7 +24,7 @@ const TCP_FLAG_PSH: u8 = 0x08;
 const TCP_FLAG_ACK: u8 = 0x10;
 
 /// Replaces the contents of `packet` by the next random packet.
-pub fn write_random_packet(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+pub fn write_random_packet(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.clear();
     match rng.random_below(100) {
         0..2 => return mutate::write_random_packet(state, rng, packet),
@@ -46,7 +46,7 @@ pub fn write_random_packet(state: &GeneratorState, rng: &mut FuzzRng, packet: &m
 }
 
 /// Inserts a VLAN tag if tagging is enabled, mostly that of the VIPs or of a server. Sometimes inserts a second tag.
-fn insert_random_vlan_tag(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn insert_random_vlan_tag(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let vlans = state.harness_setup.vlans;
     if !vlans.is_tagging_enabled {
         return;
@@ -54,7 +54,7 @@ fn insert_random_vlan_tag(state: &GeneratorState, rng: &mut FuzzRng, packet: &mu
     let vlan_id = match rng.random_below(16) {
         0 => rng.pick(&SERVER_VLAN_IDS),
         1 => rng.next_u16() & 0xfff,
-        _ => vlans.vip_vlan.get(),
+        _ => vlans.vip_vlan.id_or_zero(),
     };
     let priority_bits = if rng.random_bool(1, 8) { rng.next_u16() & 0xf000 } else { 0 };
     // A tag with VLAN 0 and a priority is a priority tag.
@@ -66,7 +66,7 @@ fn insert_random_vlan_tag(state: &GeneratorState, rng: &mut FuzzRng, packet: &mu
     }
 }
 
-fn random_client(state: &GeneratorState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
+fn random_client_address(state: &PacketGeneratorState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
     if rng.random_bool(3, 4) {
         rng.pick(&state.client_addresses)
     } else {
@@ -75,8 +75,8 @@ fn random_client(state: &GeneratorState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
 }
 
 /// Returns a client, a service and a destination. In one of four cases, the client has a table entry in that service.
-fn random_endpoints<'a>(
-    state: &'a GeneratorState,
+fn random_client_and_destination<'a>(
+    state: &'a PacketGeneratorState,
     rng: &mut FuzzRng,
 ) -> ((Ipv4Addr, u16), &'a GeneratedService, (Ipv4Addr, u16)) {
     if !state.table_connections.is_empty() && rng.random_bool(1, 4) {
@@ -85,13 +85,16 @@ fn random_endpoints<'a>(
             return (entry.client_address, service, service.ipv4_address);
         }
     }
-    let client = random_client(state, rng);
-    let (service, vip) = random_destination(state, rng);
+    let client = random_client_address(state, rng);
+    let (service, vip) = random_service_and_destination(state, rng);
     (client, service, vip)
 }
 
 /// Returns a random service, and a destination that is mostly the service's address.
-fn random_destination<'a>(state: &'a GeneratorState, rng: &mut FuzzRng) -> (&'a GeneratedService, (Ipv4Addr, u16)) {
+fn random_service_and_destination<'a>(
+    state: &'a PacketGeneratorState,
+    rng: &mut FuzzRng,
+) -> (&'a GeneratedService, (Ipv4Addr, u16)) {
     let service = &state.services[rng.random_below(state.services.len())];
     let vip = match rng.random_below(40) {
         0 => (Ipv4Addr::from(rng.next_u32()), service.ipv4_address.1),
@@ -123,8 +126,8 @@ fn random_ip_header(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, 
 }
 
 /// Writes a client's packet to a service, mostly of that service's protocol.
-fn write_packet_to_service(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    let (client, service, vip) = random_endpoints(state, rng);
+fn write_packet_to_service(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let (client, service, vip) = random_client_and_destination(state, rng);
     let is_udp = (service.address.protocol == Protocol::Udp) != rng.random_bool(1, 16);
     let payload_bytes = random_payload_length(rng);
     let ip_header =
@@ -144,11 +147,11 @@ fn write_packet_to_service(state: &GeneratorState, rng: &mut FuzzRng, packet: &m
 
 /// Writes a server's packet to a client. The server belongs to a service with LB-side stamping, if there is one.
 /// Otherwise the packet comes from the first service's address.
-fn write_packet_from_server(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn write_packet_from_server(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let lb_stamped_services: Vec<&GeneratedService> =
         state.services.iter().filter(|service| service.uses_lb_stamping()).collect();
     let service = if lb_stamped_services.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped_services) };
-    let (client, source) = (random_client(state, rng), service.ipv4_address);
+    let (client, source) = (random_client_address(state, rng), service.ipv4_address);
     let mut server_mac = OWN_MAC;
     rng.fill_bytes(&mut server_mac);
     // At most four servers send packets, so that each sends several.
@@ -164,8 +167,8 @@ fn write_packet_from_server(state: &GeneratorState, rng: &mut FuzzRng, packet: &
     let tsval =
         if rng.random_bool(1, 8) { rng.next_u32() } else { server_clock_ticks(state, &server_mac, client, rng) };
     let tcp_header = TcpHeader {
-        ports: (source.1, client.1),
-        flags: tcp_flags,
+        source_and_destination_ports: (source.1, client.1),
+        tcp_flags,
         options: random_options_with_timestamp(rng, tcp_flags, &timestamp_option(tsval, tsecr)),
     };
     let (payload_bytes, sequence_and_ack) = (random_payload_length(rng), (rng.next_u32(), rng.next_u32()));
@@ -176,7 +179,12 @@ fn write_packet_from_server(state: &GeneratorState, rng: &mut FuzzRng, packet: &
 
 /// Returns the TSval clock of the server with this MAC address, slightly late. Every fourth server has a separate clock
 /// for each connection, and half of these clocks tick every 10 ms.
-fn server_clock_ticks(state: &GeneratorState, server_mac: &[u8; 6], client: (Ipv4Addr, u16), rng: &mut FuzzRng) -> u32 {
+fn server_clock_ticks(
+    state: &PacketGeneratorState,
+    server_mac: &[u8; 6],
+    client: (Ipv4Addr, u16),
+    rng: &mut FuzzRng,
+) -> u32 {
     let now_ms = state.clock.0.wrapping_mul(100);
     let server_offset = u32::from_be_bytes([server_mac[1], server_mac[2], server_mac[3], server_mac[4]]);
     if !server_mac[5].is_multiple_of(4) {
@@ -189,8 +197,8 @@ fn server_clock_ticks(state: &GeneratorState, server_mac: &[u8; 6], client: (Ipv
 }
 
 /// Writes an ICMP message. It is mostly an error that quotes a server's packet to a client, cut at a random length.
-fn write_icmp(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    let (client, service, vip) = random_endpoints(state, rng);
+fn write_icmp(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let (client, service, vip) = random_client_and_destination(state, rng);
     let mut quoted_packet = Vec::new();
     let quoted_source = if rng.random_bool(1, 30) { client.0 } else { vip.0 };
     let quoted_header = EthernetIpHeader {
@@ -206,7 +214,11 @@ fn write_icmp(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
             let tsval = random_tsecr(state, service, rng, ipv6::four_tuple(client, vip));
             let timestamp_option = timestamp_option(tsval, rng.next_u32());
             let tcp_options = random_quoted_options(rng, &timestamp_option);
-            let tcp_header = TcpHeader { ports: (vip.1, client.1), flags: TCP_FLAG_ACK, options: tcp_options };
+            let tcp_header = TcpHeader {
+                source_and_destination_ports: (vip.1, client.1),
+                tcp_flags: TCP_FLAG_ACK,
+                options: tcp_options,
+            };
             quoted_header.append_datagram(&mut quoted_packet, |packet| tcp_header.append_segment(packet, (1, 2), 40));
         }
     }
@@ -245,7 +257,7 @@ fn random_payload_length(rng: &mut FuzzRng) -> usize {
 }
 
 fn random_tcp_header(
-    state: &GeneratorState,
+    state: &PacketGeneratorState,
     service: &GeneratedService,
     rng: &mut FuzzRng,
     client: (Ipv4Addr, u16),
@@ -267,11 +279,15 @@ fn random_tcp_header(
         _ => TCP_FLAG_ACK,
     };
     let tsecr = random_tsecr(state, service, rng, ipv6::four_tuple(client, vip));
-    TcpHeader { ports: (client.1, vip.1), flags: tcp_flags, options: random_options_with_tsecr(rng, tcp_flags, tsecr) }
+    TcpHeader {
+        source_and_destination_ports: (client.1, vip.1),
+        tcp_flags,
+        options: random_options_with_tsecr(rng, tcp_flags, tsecr),
+    }
 }
 
 /// Returns a random TSecr of a client, which is mostly the cookie of a service's present or earlier server.
-fn random_tsecr(state: &GeneratorState, service: &GeneratedService, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
+fn random_tsecr(state: &PacketGeneratorState, service: &GeneratedService, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
     if service.uses_lb_stamping() {
         return random_lb_stamped_tsecr(state, service, rng, &tuple);
     }
@@ -294,7 +310,7 @@ fn random_tsecr(state: &GeneratorState, service: &GeneratedService, rng: &mut Fu
 
 /// Returns a random TSecr of a client whose service uses LB-side stamping.
 fn random_lb_stamped_tsecr(
-    state: &GeneratorState,
+    state: &PacketGeneratorState,
     service: &GeneratedService,
     rng: &mut FuzzRng,
     tuple: &FourTuple,
@@ -302,13 +318,13 @@ fn random_lb_stamped_tsecr(
     if service.server_ids.is_empty() || rng.random_bool(1, 10) {
         return rng.next_u32();
     }
-    let key_index = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
+    let key_index = rng.pick(&[CookieKeyIndex::First, CookieKeyIndex::Second]);
     let keys_with_random_current = FleetCookieKeys { current_key_index: key_index, ..state.harness_setup.cookie_keys };
     lb_stamping::stamp_tsval(&keys_with_random_current, &TIME_KEY, tuple, rng.pick(&service.server_ids), rng.next_u32())
 }
 
-fn stamp_with_random_key(state: &GeneratorState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie) -> u32 {
-    let key_index = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
+fn stamp_with_random_key(state: &PacketGeneratorState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie) -> u32 {
+    let key_index = rng.pick(&[CookieKeyIndex::First, CookieKeyIndex::Second]);
     cookie::stamp_tsval(
         &FleetCookieKeys { current_key_index: key_index, ..state.harness_setup.cookie_keys },
         &TIME_KEY,
@@ -319,8 +335,12 @@ fn stamp_with_random_key(state: &GeneratorState, rng: &mut FuzzRng, tuple: &Four
 }
 
 /// Returns the index of the connection's table entry, if the service is stateful and the connection has an entry.
-fn table_index_of_connection(state: &GeneratorState, service: &GeneratedService, tuple: &FourTuple) -> Option<u16> {
-    if service.settings.consistency != Consistency::Stateful {
+fn table_index_of_connection(
+    state: &PacketGeneratorState,
+    service: &GeneratedService,
+    tuple: &FourTuple,
+) -> Option<u16> {
+    if service.settings.consistency != ConsistencyMode::Stateful {
         return None;
     }
     let is_same_connection = |entry: &&TableConnection| {
@@ -387,9 +407,9 @@ fn random_malformed_options(rng: &mut FuzzRng, timestamp_option: &[u8]) -> Vec<u
     options
 }
 
-fn write_packet_of_other_protocol(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    let client = random_client(state, rng);
-    let (_, vip) = random_destination(state, rng);
+fn write_packet_of_other_protocol(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let client = random_client_address(state, rng);
+    let (_, vip) = random_service_and_destination(state, rng);
     let protocol = rng.pick(&[0, 2, 47, 132, 255]);
     let payload_bytes = random_payload_length(rng);
     random_ip_header(rng, client.0, vip.0, protocol)
@@ -398,9 +418,9 @@ fn write_packet_of_other_protocol(state: &GeneratorState, rng: &mut FuzzRng, pac
 
 /// Writes a fragment of one of few datagrams. Later fragments therefore find the first one, and the fragment table
 /// never fills.
-fn write_fragment(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn write_fragment(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let client = state.client_addresses[rng.random_below(16)];
-    let (service, vip) = random_destination(state, rng);
+    let (service, vip) = random_service_and_destination(state, rng);
     let fragment_flags_and_offset = match rng.random_below(8) {
         0..3 => 0x2000,
         3 => 0x2000 | rng.next_u16() & 0x1fff,

@@ -8,7 +8,7 @@
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 
-use coreward_model::lb::{MacAddress, TableOwner};
+use coreward_model::lb::{MacAddress, TableOwnerReachability};
 use coreward_model::{ServerId, ServiceAddress};
 
 use crate::change::{ModelDifference, StateChange};
@@ -33,7 +33,7 @@ struct ServiceExpectations {
 
 /// Checker of guarantees, with the state that decides which guarantees apply to a packet.
 #[derive(Debug, Default)]
-pub struct GuaranteeChecker {
+pub struct ForwardingGuaranteeChecker {
     services: HashMap<usize, ServiceExpectations>,
     server_macs: HashMap<ServerId, Option<MacAddress>>,
     owner_macs: HashMap<u8, MacAddress>,
@@ -44,14 +44,14 @@ struct FrameHeader {
     destination: IpAddr,
     protocol: u8,
     /// Source port and destination port, or `None` in a later fragment.
-    ports: Option<(u16, u16)>,
+    source_and_destination_ports: Option<(u16, u16)>,
     /// TCP flags SYN, ACK, FIN and RST, or 0 if there is no TCP header.
     tcp_flags: u8,
 }
 
 impl FrameHeader {
     fn has_ports(&self) -> bool {
-        self.ports.is_some() && [PROTOCOL_TCP, PROTOCOL_UDP].contains(&self.protocol)
+        self.source_and_destination_ports.is_some() && [PROTOCOL_TCP, PROTOCOL_UDP].contains(&self.protocol)
     }
 }
 
@@ -67,10 +67,17 @@ fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
             headers.source_and_destination.map(IpAddr::from),
             read_u16_at(transport_header, 0).zip(read_u16_at(transport_header, 2)),
         );
-        return Some(FrameHeader { source, destination, protocol: headers.protocol, ports, tcp_flags });
+        return Some(FrameHeader {
+            source,
+            destination,
+            protocol: headers.protocol,
+            source_and_destination_ports: ports,
+            tcp_flags,
+        });
     }
     let ip_packet = frame.get(ETHERNET_HEADER_BYTES..)?;
-    let address_at = |offset: usize| Some(IpAddr::from(<[u8; 4]>::try_from(ip_packet.get(offset..offset + 4)?).ok()?));
+    let read_address_at =
+        |offset: usize| Some(IpAddr::from(<[u8; 4]>::try_from(ip_packet.get(offset..offset + 4)?).ok()?));
     let transport_header = ip_packet.get(usize::from(*ip_packet.first()? & 0xf) * 4..)?;
     let is_later_fragment = read_u16_at(ip_packet, 6)? & 0x1fff != 0;
     let ports =
@@ -78,10 +85,10 @@ fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
     let tcp_flags =
         if is_later_fragment { 0 } else { transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST_MASK };
     Some(FrameHeader {
-        source: address_at(12)?,
-        destination: address_at(16)?,
+        source: read_address_at(12)?,
+        destination: read_address_at(16)?,
         protocol: *ip_packet.get(9)?,
-        ports,
+        source_and_destination_ports: ports,
         tcp_flags,
     })
 }
@@ -99,15 +106,15 @@ impl ServiceExpectations {
     }
 
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.eligibility_by_server.get(&id) == Some(&true) && !self.is_down(id)
+        self.eligibility_by_server.get(&id) == Some(&true) && !self.is_server_down(id)
     }
 
-    fn is_down(&self, id: ServerId) -> bool {
+    fn is_server_down(&self, id: ServerId) -> bool {
         self.down_servers.contains(&id)
     }
 }
 
-impl GuaranteeChecker {
+impl ForwardingGuaranteeChecker {
     /// Updates the state after a change. `service_slots` are the slots of the services in a
     /// [`StateChange::ReplaceServices`].
     pub fn apply_change(&mut self, change: &StateChange, service_slots: &[usize]) {
@@ -140,7 +147,7 @@ impl GuaranteeChecker {
                 service.table_servers = table.members.iter().map(|member| member.server).collect();
                 service.down_servers = table.down_servers.iter().copied().collect();
             }
-            StateChange::SetOwner(owner_number, TableOwner::Reachable(mac)) => {
+            StateChange::SetOwner(owner_number, TableOwnerReachability::Reachable(mac)) => {
                 _ = self.owner_macs.insert(owner_number.get(), *mac)
             }
             StateChange::SetOwner(owner_number, _) => drop(self.owner_macs.remove(&owner_number.get())),
@@ -148,7 +155,7 @@ impl GuaranteeChecker {
         }
     }
 
-    fn has_address(&self, id: ServerId, mac: MacAddress) -> bool {
+    fn has_server_mac(&self, id: ServerId, mac: MacAddress) -> bool {
         self.server_macs.get(&id).copied().flatten() == Some(mac)
     }
 
@@ -162,26 +169,26 @@ impl GuaranteeChecker {
         let broken_guarantee = self.find_broken_guarantee(&frame_header, destination_mac);
         self.record_udp_flow(&frame_header);
         broken_guarantee.map(|guarantee| ModelDifference {
-            subject: format!("a guarantee of docs/design.md: {guarantee}"),
-            expected: format_hex(frame),
-            actual: format_hex(processed_frame),
+            compared_subject: format!("a guarantee of docs/design.md: {guarantee}"),
+            reference_model_result: format_hex(frame),
+            bpf_program_result: format_hex(processed_frame),
         })
     }
 
     /// Returns the guarantee that is broken if the packet goes to this destination, if any.
     fn find_broken_guarantee(&self, frame_header: &FrameHeader, destination_mac: MacAddress) -> Option<&'static str> {
-        let matching_services = self.matching_services(frame_header);
+        let matching_services = self.find_matching_services(frame_header);
         let goes_to_matching_server = |is_match: &dyn Fn(&ServiceExpectations, ServerId) -> bool| {
             matching_services.iter().any(|service| {
                 service
                     .eligibility_by_server
                     .keys()
-                    .any(|id| is_match(service, *id) && self.has_address(*id, destination_mac))
+                    .any(|id| is_match(service, *id) && self.has_server_mac(*id, destination_mac))
             })
         };
         let goes_to_other_balancer = matching_services
             .iter()
-            .any(|service| service.migration_balancer_id.is_some_and(|id| self.has_address(id, destination_mac)));
+            .any(|service| service.migration_balancer_id.is_some_and(|id| self.has_server_mac(id, destination_mac)));
         let is_new_connection = frame_header.protocol == PROTOCOL_TCP && frame_header.tcp_flags == 0x02;
         let goes_to_owner = !is_new_connection
             && frame_header.protocol != PROTOCOL_UDP
@@ -200,15 +207,18 @@ impl GuaranteeChecker {
     }
 
     /// Returns the services with the packet's VIP. If the packet has ports, port and protocol must match, too.
-    fn matching_services(&self, frame_header: &FrameHeader) -> Vec<&ServiceExpectations> {
-        let has_vip = |service: &&ServiceExpectations| service.address.vip_and_port.ip() == frame_header.destination;
+    fn find_matching_services(&self, frame_header: &FrameHeader) -> Vec<&ServiceExpectations> {
+        let has_destination_vip =
+            |service: &&ServiceExpectations| service.address.vip_and_port.ip() == frame_header.destination;
         let has_port_and_protocol = |service: &&ServiceExpectations| {
-            frame_header.ports.is_some_and(|(_, port)| port == service.address.vip_and_port.port())
+            frame_header
+                .source_and_destination_ports
+                .is_some_and(|(_, port)| port == service.address.vip_and_port.port())
                 && service.address.protocol.iana_number() == frame_header.protocol
         };
         self.services
             .values()
-            .filter(has_vip)
+            .filter(has_destination_vip)
             .filter(|service| !frame_header.has_ports() || has_port_and_protocol(service))
             .collect()
     }
@@ -222,15 +232,15 @@ impl GuaranteeChecker {
 
     fn record_udp_flow(&mut self, frame_header: &FrameHeader) {
         let Some((source_port, destination_port)) =
-            frame_header.ports.filter(|_| frame_header.protocol == PROTOCOL_UDP)
+            frame_header.source_and_destination_ports.filter(|_| frame_header.protocol == PROTOCOL_UDP)
         else {
             return;
         };
-        let has_destination = |service: &&mut ServiceExpectations| {
+        let is_destination_service = |service: &&mut ServiceExpectations| {
             service.address.vip_and_port == SocketAddr::new(frame_header.destination, destination_port)
                 && service.address.protocol.iana_number() == frame_header.protocol
         };
-        if let Some(service) = self.services.values_mut().find(has_destination) {
+        if let Some(service) = self.services.values_mut().find(is_destination_service) {
             service.known_udp_clients.insert(SocketAddr::new(frame_header.source, source_port));
         }
     }
@@ -243,9 +253,13 @@ impl GuaranteeChecker {
         destination_mac: MacAddress,
     ) -> Option<&'static str> {
         let [service] = services else { return None };
-        let (source_port, _) = frame_header.ports?;
-        let servers_with_mac: Vec<ServerId> =
-            service.eligibility_by_server.keys().copied().filter(|id| self.has_address(*id, destination_mac)).collect();
+        let (source_port, _) = frame_header.source_and_destination_ports?;
+        let servers_with_mac: Vec<ServerId> = service
+            .eligibility_by_server
+            .keys()
+            .copied()
+            .filter(|id| self.has_server_mac(*id, destination_mac))
+            .collect();
         let can_take_new_flows =
             |id: &ServerId| service.takes_new_connections(*id) && self.server_macs.get(id).copied().flatten().is_some();
         if servers_with_mac.iter().any(can_take_new_flows) {
@@ -256,7 +270,7 @@ impl GuaranteeChecker {
         }
         // The placement rule tries only some members of the table, so it may miss the eligible ones if they are few.
         let eligible_server_count = service.table_servers.iter().filter(|id| can_take_new_flows(id)).count();
-        let are_all_down = servers_with_mac.iter().all(|id| service.is_down(*id));
+        let are_all_down = servers_with_mac.iter().all(|id| service.is_server_down(*id));
         (are_all_down && eligible_server_count > 0 && eligible_server_count * 2 >= service.table_servers.len())
             .then_some("a UDP flow leaves a server that is down")
     }

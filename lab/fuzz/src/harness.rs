@@ -6,29 +6,29 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::lb::{self as dataplane, OuterSourceAddresses, PacketRate, ServiceIndex};
+use coreward_dataplane::lb::{self as dataplane, OuterSourceAddresses, PacketRateLimit, ServiceIndex};
 use coreward_dataplane::mac;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Connection, ConnectionTimeouts, TableOwnerNumber, TableSize};
+use coreward_model::connection_table::{Connection, ConnectionTableSize, ConnectionTimeouts, TableOwnerNumber};
 use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{CookieKey, FleetCookieKeys};
 use coreward_model::lb::{
-    BROADCAST_REASON_COUNT, BroadcastRates, LoadBalancer, LoadBalancerSettings, MacAddress, Outcome, OuterHeader,
-    Server, TableOwner, TokenRate, TunnelEndpoint, Vlans, XdpVerdict,
+    BROADCAST_REASON_COUNT, BroadcastRates, FrameOutcome, LoadBalancer, LoadBalancerSettings, LoadBalancerVlans,
+    MacAddress, OuterHeaderFields, ServerMapEntry, TableOwnerReachability, TokenBucketRate, TunnelEndpoint, XdpVerdict,
 };
 use coreward_model::lb_stamping::ServerClock;
 use coreward_model::{ServerId, ServiceAddress};
 
 use crate::change::{ModelDifference, StateChange};
-use crate::frame::{ETHERNET_HEADER_BYTES, format_hex, ones_complement_sum, without_vlan_tag};
-use crate::guarantees::GuaranteeChecker;
+use crate::frame::{ETHERNET_HEADER_BYTES, format_hex, ones_complement_sum, strip_vlan_tag};
+use crate::guarantees::ForwardingGuaranteeChecker;
 use crate::memory::{COUNTER_U64_COUNT, ProgramMaps};
-use crate::server_networks::{SERVER_VLAN_IDS, broadcast_vlan, server_tunnel, server_vlan, vlan_from_id};
+use crate::server_networks::{SERVER_VLAN_IDS, broadcast_vlan, server_tunnel_endpoint, server_vlan, vlan_from_id};
 
 /// XDP action, from linux/bpf.h, that sends the packet back out of the device on which it arrived.
 const XDP_TX: i32 = 3;
-const NO_SERVICE: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
+const NO_SERVICE_SLOT: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
 
 /// MAC address of the load balancer in tests with a single load balancer.
 pub const OWN_MAC: MacAddress = [2, 0, 0, 0, 0, 1];
@@ -37,39 +37,39 @@ pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
 /// Broadcast rate of one packet per second, with a burst that never runs out. Whether a token is available therefore
 /// depends on the state ([`StateChange::SetHasBroadcastTokens`]), not on the time.
-const BROADCAST_RATE: PacketRate = PacketRate { packets_per_second: 1, burst_packets: u32::MAX };
+const BROADCAST_RATE: PacketRateLimit = PacketRateLimit { packets_per_second: 1, burst_packets: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Settings with which the BPF program is loaded.
 #[derive(Debug, Clone, Copy)]
-pub struct HarnessSetup {
+pub struct FuzzHarnessSetup {
     /// MAC address of the load balancer, which is the destination of received frames and the source of sent ones.
     pub own_mac: MacAddress,
     pub cookie_keys: FleetCookieKeys,
     /// Whether the program counts packets and bytes of each server.
     pub counts_traffic: bool,
     /// Size of the connection table, which stateful services use.
-    pub connection_table_size: TableSize,
+    pub connection_table_size: ConnectionTableSize,
     pub connection_key: CookieKey,
     pub flow_set_count: u32,
     /// Fields that are the same in all outer headers.
-    pub outer_header: OuterHeader,
+    pub outer_header: OuterHeaderFields,
     /// VLANs in use. Without any, all servers are untagged.
-    pub vlans: Vlans,
+    pub vlans: LoadBalancerVlans,
 }
 
 /// Default values of the fields that are the same in all outer headers.
-const DEFAULT_OUTER_HEADER: OuterHeader = OuterHeader {
+const DEFAULT_OUTER_HEADER: OuterHeaderFields = OuterHeaderFields {
     source_ipv4: Ipv4Addr::new(10, 2, 0, 1),
     source_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
     mtu_bytes: 1500,
 };
 
-impl HarnessSetup {
+impl FuzzHarnessSetup {
     /// Returns the default setup of a load balancer with this MAC address and these keys.
     pub fn new(own_mac: MacAddress, cookie_keys: FleetCookieKeys) -> Self {
         let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
-        let (connection_table_size, flow_set_count) = (TableSize::default(), 1 << 15);
+        let (connection_table_size, flow_set_count) = (ConnectionTableSize::default(), 1 << 15);
         Self {
             own_mac,
             cookie_keys,
@@ -78,24 +78,24 @@ impl HarnessSetup {
             connection_key,
             flow_set_count,
             outer_header: DEFAULT_OUTER_HEADER,
-            vlans: Vlans::default(),
+            vlans: LoadBalancerVlans::default(),
         }
     }
 }
 
 /// Loaded BPF program, with the load balancer in user space that manages it.
-pub struct LoadedProgram {
+pub struct LoadedBpfProgram {
     load_balancer: dataplane::LoadBalancer,
     program_maps: ProgramMaps,
     service_index_by_slot: Vec<Option<ServiceIndex>>,
     processed_frame: Vec<u8>,
 }
 
-impl LoadedProgram {
+impl LoadedBpfProgram {
     /// Loads the BPF program. Fails without the necessary capabilities.
-    pub fn load(setup: &HarnessSetup) -> anyhow::Result<Self> {
+    pub fn load(setup: &FuzzHarnessSetup) -> anyhow::Result<Self> {
         let connection_table_size = setup.connection_table_size;
-        let options = dataplane::Options {
+        let options = dataplane::LoadBalancerOptions {
             broadcast_limits: [dataplane::BroadcastRateLimits::with_equal_rates(BROADCAST_RATE);
                 BROADCAST_REASON_COUNT],
             flow_table_entry_count: setup.flow_set_count * intf::FLOW_SET_ENTRIES,
@@ -116,7 +116,7 @@ impl LoadedProgram {
         if setup.vlans.is_tagging_enabled {
             load_balancer.enable_server_vlans(SERVER_VLAN_IDS.iter().map(|id| vlan_from_id(*id)).collect())?;
         }
-        let program_maps = ProgramMaps::for_program(load_balancer.program())?;
+        let program_maps = ProgramMaps::for_program(load_balancer.program_fd())?;
         let service_index_by_slot = vec![None; intf::MAX_SERVICES as usize];
         Ok(Self { load_balancer, program_maps, service_index_by_slot, processed_frame: vec![0; 1 << 14] })
     }
@@ -139,7 +139,7 @@ impl LoadedProgram {
             StateChange::ReplaceServices(services) => self.replace_services(services, service_slots)?,
             StateChange::SetServer(service_slot, id, server) => self.set_server(*service_slot, *id, *server)?,
             StateChange::SetServerMasked(service_slot, id, is_masked) => {
-                self.load_balancer.set_masked(self.service_index(*service_slot), *id, *is_masked)
+                self.load_balancer.set_server_masked(self.service_index(*service_slot), *id, *is_masked)
             }
             StateChange::InstallTable(service_slot, table) => {
                 self.load_balancer.install_table(self.service_index(*service_slot), table)?
@@ -149,8 +149,10 @@ impl LoadedProgram {
             }
             StateChange::SetLocalOwnerNumber(owner_number) => self.load_balancer.set_owner_number(*owner_number),
             StateChange::LimitEntriesPerPrefix(max_entries) => self.program_maps.limit_entries_per_source(*max_entries),
-            StateChange::SetOwner(owner_number, owner) => self.set_owner(*owner_number, *owner),
-            StateChange::SetClock(clock) => self.load_balancer.tick(Duration::from_millis(u64::from(clock.0) * 100)),
+            StateChange::SetOwner(owner_number, owner) => self.set_table_owner(*owner_number, *owner),
+            StateChange::SetClock(clock) => {
+                self.load_balancer.tick_packet_clock(Duration::from_millis(u64::from(clock.0) * 100))
+            }
             StateChange::SweepExpiredEntries => {
                 drop(self.load_balancer.scan_expired_connections(&ConnectionTimeouts::default(), 0))
             }
@@ -183,7 +185,7 @@ impl LoadedProgram {
         Ok(())
     }
 
-    fn set_server(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) -> anyhow::Result<()> {
+    fn set_server(&mut self, service_slot: usize, id: ServerId, server: Option<ServerMapEntry>) -> anyhow::Result<()> {
         let service_index = self.service_index(service_slot);
         let Some(server) = server else {
             self.load_balancer.remove_server(service_index, id);
@@ -191,22 +193,25 @@ impl LoadedProgram {
         };
         let server = dataplane::Server { mac: server.mac.map(mac::MacAddress), is_eligible: server.is_eligible };
         self.load_balancer.set_server(service_index, id, server);
-        let TunnelEndpoint { address, source_port } = server_tunnel(id);
-        self.load_balancer.set_tunnel(id, dataplane::Tunnel { destination_address: address, source_port })?;
+        let TunnelEndpoint { address, source_port } = server_tunnel_endpoint(id);
+        self.load_balancer
+            .set_server_tunnel(id, dataplane::ServerTunnel { destination_address: address, source_port })?;
         self.load_balancer.set_server_vlan(id, server_vlan(id));
         Ok(())
     }
 
-    fn set_owner(&mut self, owner_number: TableOwnerNumber, owner: TableOwner) {
+    fn set_table_owner(&mut self, owner_number: TableOwnerNumber, owner: TableOwnerReachability) {
         match owner {
-            TableOwner::Unknown => self.load_balancer.remove_owner(owner_number),
-            TableOwner::Lost => self.load_balancer.set_owner_mac(owner_number, None),
-            TableOwner::Reachable(mac) => self.load_balancer.set_owner_mac(owner_number, Some(mac::MacAddress(mac))),
+            TableOwnerReachability::Unknown => self.load_balancer.remove_owner(owner_number),
+            TableOwnerReachability::Lost => self.load_balancer.set_owner_mac(owner_number, None),
+            TableOwnerReachability::Reachable(mac) => {
+                self.load_balancer.set_owner_mac(owner_number, Some(mac::MacAddress(mac)))
+            }
         }
     }
 
     fn process_frame(&mut self, frame: &[u8]) -> anyhow::Result<(i32, usize)> {
-        test_run::run_into_buffer(self.load_balancer.program(), frame, &mut self.processed_frame)
+        test_run::run_into_buffer(self.load_balancer.program_fd(), frame, &mut self.processed_frame)
             .with_context(|| format!("a test run of {} bytes", frame.len()))
     }
 }
@@ -222,9 +227,9 @@ fn compare_values<T: PartialEq>(
     to_text: impl Fn(&T) -> String,
 ) -> Option<ModelDifference> {
     (expected != actual).then(|| ModelDifference {
-        subject: subject.to_owned(),
-        expected: to_text(&expected),
-        actual: to_text(&actual),
+        compared_subject: subject.to_owned(),
+        reference_model_result: to_text(&expected),
+        bpf_program_result: to_text(&actual),
     })
 }
 
@@ -242,32 +247,32 @@ fn find_broken_checksum(frame_before: &[u8], frame_after: &[u8]) -> Option<Model
         && frame_before[ETHERNET_HEADER_BYTES..] != frame_after[ETHERNET_HEADER_BYTES..];
     (is_packet_changed && has_correct_checksum(frame_before) && !has_correct_checksum(frame_after)).then(|| {
         ModelDifference {
-            subject: "an IP header checksum was right and is not any more".to_owned(),
-            expected: format_hex(frame_before),
-            actual: format_hex(frame_after),
+            compared_subject: "an IP header checksum was right and is not any more".to_owned(),
+            reference_model_result: format_hex(frame_before),
+            bpf_program_result: format_hex(frame_after),
         }
     })
 }
 
 /// BPF program and its reference model, to which the same changes and packets are applied.
-pub struct Harness {
+pub struct FuzzHarness {
     pub model: LoadBalancer,
     /// Loaded BPF program, or `None` when only the reference model runs.
-    program: Option<LoadedProgram>,
+    program: Option<LoadedBpfProgram>,
     /// Expected counters of each service, and of packets without a service.
     expected_counters: Vec<[u64; COUNTER_U64_COUNT]>,
     /// Last processed frame, with the changes that the reference model has made.
     expected_frame: Vec<u8>,
-    guarantee_checker: GuaranteeChecker,
+    guarantee_checker: ForwardingGuaranteeChecker,
     now_ns: u64,
 }
 
-impl Harness {
+impl FuzzHarness {
     /// Returns a harness with empty state. If `runs_bpf_program` is true, also loads the BPF program, which needs
     /// capabilities.
-    pub fn new(setup: HarnessSetup, runs_bpf_program: bool) -> anyhow::Result<Self> {
+    pub fn new(setup: FuzzHarnessSetup, runs_bpf_program: bool) -> anyhow::Result<Self> {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST_RATE.burst_packets - 1);
-        let broadcast_rate = TokenRate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
+        let broadcast_rate = TokenBucketRate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
         let settings = LoadBalancerSettings {
             broadcast_rates: [BroadcastRates {
                 per_source: broadcast_rate,
@@ -283,11 +288,11 @@ impl Harness {
         let mut model = LoadBalancer::new(settings, setup.own_mac, setup.cookie_keys);
         model.set_connection_key(setup.connection_key);
         Ok(Self {
-            program: runs_bpf_program.then(|| LoadedProgram::load(&setup)).transpose()?,
+            program: runs_bpf_program.then(|| LoadedBpfProgram::load(&setup)).transpose()?,
             model,
             expected_counters: vec![[0; COUNTER_U64_COUNT]; intf::MAX_SERVICES as usize + 1],
             expected_frame: Vec::new(),
-            guarantee_checker: GuaranteeChecker::default(),
+            guarantee_checker: ForwardingGuaranteeChecker::default(),
             now_ns: 1,
         })
     }
@@ -298,15 +303,15 @@ impl Harness {
         let mut service_slots = Vec::new();
         let freed_connections: Vec<Connection> = match change {
             StateChange::FreeEntries(indexes) => {
-                indexes.iter().filter_map(|index| self.model.connection(*index)).collect()
+                indexes.iter().filter_map(|index| self.model.connection_at(*index)).collect()
             }
             _ => Vec::new(),
         };
         match change {
-            StateChange::SetKeys(keys) => self.model.set_keys(*keys),
+            StateChange::SetKeys(keys) => self.model.set_cookie_keys(*keys),
             StateChange::ReplaceServices(services) => service_slots = self.replace_services(services),
             StateChange::SetServer(service_slot, id, server) => {
-                self.model.set_tunnel_endpoint(*id, server_tunnel(*id));
+                self.model.set_tunnel_endpoint(*id, server_tunnel_endpoint(*id));
                 self.model.set_server_vlan(*id, server_vlan(*id));
                 self.model.set_server(*service_slot, *id, *server);
             }
@@ -334,7 +339,7 @@ impl Harness {
     /// Replaces the model's services and returns their slots. The counters of a new service start at zero.
     fn replace_services(&mut self, services: &[(ServiceAddress, ServiceSettings)]) -> Vec<usize> {
         let previous_addresses: Vec<_> =
-            (0..NO_SERVICE).map(|service_slot| self.model.service_address(service_slot)).collect();
+            (0..NO_SERVICE_SLOT).map(|service_slot| self.model.service_address(service_slot)).collect();
         let service_slots = self.model.set_services(services);
         for ((_, mode), service_slot) in services.iter().zip(&service_slots) {
             if previous_addresses[*service_slot] != self.model.service_address(*service_slot) {
@@ -360,13 +365,13 @@ impl Harness {
 
     /// Processes `frame` in the program and in the model. Returns the model's outcome, and any difference between the
     /// two. Fails when the kernel rejects the test run.
-    pub fn process_packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<ModelDifference>)> {
+    pub fn process_packet(&mut self, frame: &[u8]) -> anyhow::Result<(FrameOutcome, Option<ModelDifference>)> {
         self.now_ns += 1;
         self.expected_frame.clear();
         self.expected_frame.extend_from_slice(frame);
         let outcome = self.model.process_frame(&mut self.expected_frame, self.now_ns);
         let (untagged_input, untagged_output) =
-            (without_vlan_tag(frame), without_vlan_tag(&self.expected_frame).into_owned());
+            (strip_vlan_tag(frame), strip_vlan_tag(&self.expected_frame).into_owned());
         self.update_expected_counters(&outcome, untagged_input.len());
         let Some(program) = &mut self.program else { return Ok((outcome, None)) };
         let (actual_verdict, output_bytes) = program.process_frame(frame)?;
@@ -391,18 +396,18 @@ impl Harness {
             })
             .or_else(|| compare_values("the packet", &self.expected_frame[..], actual_frame, |bytes| format_hex(bytes)))
             .or_else(|| find_broken_checksum(&untagged_input, &untagged_output))
-            .or_else(|| self.compare_counters(outcome.service_slot.unwrap_or(NO_SERVICE)));
+            .or_else(|| self.compare_counters(outcome.service_slot.unwrap_or(NO_SERVICE_SLOT)));
         Ok((outcome, difference))
     }
 
     /// Returns the last frame that [`process_packet`](Self::process_packet) has processed, with the reference model's
     /// changes.
-    pub fn model_frame(&self) -> &[u8] {
+    pub fn last_model_frame(&self) -> &[u8] {
         &self.expected_frame
     }
 
-    fn update_expected_counters(&mut self, outcome: &Outcome, packet_bytes: usize) {
-        let counters_index = outcome.service_slot.unwrap_or(NO_SERVICE);
+    fn update_expected_counters(&mut self, outcome: &FrameOutcome, packet_bytes: usize) {
+        let counters_index = outcome.service_slot.unwrap_or(NO_SERVICE_SLOT);
         let counter_words = &mut self.expected_counters[counters_index];
         counter_words[offset_of!(intf::lb_counters, packets) / 8 + outcome.counter as usize] += 1;
         if let Some(event) = outcome.event {
@@ -420,7 +425,7 @@ impl Harness {
     fn compare_counters(&self, service_slot: usize) -> Option<ModelDifference> {
         let program_maps = &self.program.as_ref()?.program_maps;
         let actual_counters: [u64; COUNTER_U64_COUNT] =
-            std::array::from_fn(|word_index| program_maps.service_counter(service_slot, word_index));
+            std::array::from_fn(|word_index| program_maps.service_counter_word(service_slot, word_index));
         let service_counters = self.expected_counters[service_slot];
         if service_counters == actual_counters {
             return None;
@@ -429,7 +434,7 @@ impl Harness {
             let different_words = (0..COUNTER_U64_COUNT)
                 .filter(|word_index| service_counters[*word_index] != actual_counters[*word_index]);
             different_words
-                .map(|word_index| format!("{} {}", counter_name(word_index), counters[word_index]))
+                .map(|word_index| format!("{} {}", counter_word_name(word_index), counters[word_index]))
                 .collect::<Vec<_>>()
                 .join(", ")
         };
@@ -446,8 +451,9 @@ impl Harness {
     pub fn compare_state(&self) -> Option<ModelDifference> {
         let program = self.program.as_ref()?;
         let program_maps = &program.program_maps;
-        let is_compared = |service_slot: &usize| *service_slot == NO_SERVICE || self.model.has_service(*service_slot);
-        let mut compared_slots = (0..self.expected_counters.len()).filter(is_compared);
+        let is_compared_slot =
+            |service_slot: &usize| *service_slot == NO_SERVICE_SLOT || self.model.has_service(*service_slot);
+        let mut compared_slots = (0..self.expected_counters.len()).filter(is_compared_slot);
         let counter_difference = compared_slots.find_map(|service_slot| self.compare_counters(service_slot));
         let mut traffic_differences = self.model.traffic_by_server().iter().filter_map(|(id, expected)| {
             let actual_traffic = program_maps.traffic_of_server(*id);
@@ -464,13 +470,13 @@ impl Harness {
             compare_values(
                 "recent_placements",
                 expected_placements,
-                program_maps.recent_placements(),
+                program_maps.recent_placement_words(),
                 |placement_words| format!("{placement_words:x?}"),
             )
         })
     }
 
-    fn compare_service(&self, program: &LoadedProgram, service_slot: usize) -> Option<ModelDifference> {
+    fn compare_service(&self, program: &LoadedBpfProgram, service_slot: usize) -> Option<ModelDifference> {
         let assigned_counts = self.model.assigned_connection_counts(service_slot).to_vec();
         let actual_counts = program
             .load_balancer
@@ -488,7 +494,7 @@ impl Harness {
     /// Compares the state of the servers' clocks in a service with LB-side stamping.
     fn compare_server_clocks(
         &self,
-        program: &LoadedProgram,
+        program: &LoadedBpfProgram,
         service_slot: usize,
     ) -> anyhow::Result<Option<ModelDifference>> {
         let model_clock_values = |clock: ServerClock| {
@@ -500,7 +506,7 @@ impl Harness {
                 clock.disagreement_count,
             ]
         };
-        let program_clock_values = |clock: dataplane::ServerClock| {
+        let program_clock_values = |clock: dataplane::ServerClockMeasurements| {
             [
                 clock.agreeing_connection_count.into(),
                 clock.steady_sample_count.into(),
@@ -513,7 +519,8 @@ impl Harness {
             .model
             .lb_stamped_servers(service_slot)
             .map(|(_, stamped_server)| (stamped_server.server, model_clock_values(stamped_server.clock)));
-        let program_clocks = program.load_balancer.server_clocks(program.service_index(service_slot))?.into_iter();
+        let program_clocks =
+            program.load_balancer.server_clock_measurements(program.service_index(service_slot))?.into_iter();
         let expected_by_server: BTreeMap<ServerId, [u64; 5]> = model_clocks.collect();
         let actual_by_server = program_clocks.map(|(id, clock)| (id, program_clock_values(clock))).collect();
         Ok(compare_values(
@@ -562,7 +569,7 @@ impl Harness {
     }
 }
 
-fn counter_name(word_index: usize) -> &'static str {
+fn counter_word_name(word_index: usize) -> &'static str {
     let first_packet_word = offset_of!(intf::lb_counters, packets) / 8;
     let first_event_word = offset_of!(intf::lb_counters, events) / 8;
     match word_index {

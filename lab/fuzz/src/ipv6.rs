@@ -1,5 +1,5 @@
 //! Translates the generator's IPv4 packets to IPv6, so that both families get the same headers, options, errors and
-//! faults. Services at [`IPV6_PLACEHOLDERS`] have IPv6 VIPs.
+//! faults. Services at [`IPV6_VIP_PLACEHOLDERS`] have IPv6 VIPs.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -9,7 +9,7 @@ use crate::frame::{ETHERNET_HEADER_BYTES, PROTOCOL_ICMP};
 use crate::fuzz_rng::FuzzRng;
 
 /// IPv4 addresses that represent IPv6 VIPs in generated packets, until [`translate_to_ipv6`] replaces them.
-pub const IPV6_PLACEHOLDERS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
+pub const IPV6_VIP_PLACEHOLDERS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
 
 const IPV6_PREFIX: u128 = 0x2001_0db8 << 96;
 const IPV4_HEADER_BYTES: usize = 20;
@@ -32,7 +32,7 @@ pub fn ipv4_for_ipv6(ipv6: Ipv6Addr) -> Ipv4Addr {
 
 /// Returns the socket address of the service with this VIP. It is an IPv6 address if the VIP is a placeholder.
 pub fn service_socket_address(vip: (Ipv4Addr, u16)) -> SocketAddr {
-    let ip: IpAddr = if IPV6_PLACEHOLDERS.contains(&vip.0) { ipv6_for_ipv4(vip.0).into() } else { vip.0.into() };
+    let ip: IpAddr = if IPV6_VIP_PLACEHOLDERS.contains(&vip.0) { ipv6_for_ipv4(vip.0).into() } else { vip.0.into() };
     SocketAddr::new(ip, vip.1)
 }
 
@@ -64,7 +64,7 @@ pub fn translate_to_ipv6(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
     if header_bytes < IPV4_HEADER_BYTES
         || packet_bytes < header_bytes
         || packet_bytes > ipv4_packet.len()
-        || !source_and_destination.iter().any(|address| IPV6_PLACEHOLDERS.contains(address))
+        || !source_and_destination.iter().any(|address| IPV6_VIP_PLACEHOLDERS.contains(address))
     {
         return;
     }
@@ -77,14 +77,14 @@ pub fn translate_to_ipv6(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
     let trailer = ipv4_packet[packet_bytes..].to_vec();
     let payload_bytes = extensions.len() + transport_segment.len();
     let mut ipv6_frame = [&frame[..12], &[0x86, 0xdd]].concat();
-    ipv6_frame.extend(ipv6_header(rng, payload_bytes, next_header, source_and_destination));
+    ipv6_frame.extend(build_random_ipv6_header(rng, payload_bytes, next_header, source_and_destination));
     for section_bytes in [extensions, transport_segment, trailer] {
         ipv6_frame.extend(section_bytes);
     }
     *frame = ipv6_frame;
 }
 
-fn ipv6_header(
+fn build_random_ipv6_header(
     rng: &mut FuzzRng,
     payload_bytes: usize,
     next_header: u8,
@@ -140,7 +140,7 @@ fn translate_icmp_to_icmpv6(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
     }
     let header_bytes = (usize::from(quoted_packet[0] & 0xf) * 4).min(quoted_packet.len());
     let payload_bytes = usize::from(read_be_u16(quoted_packet, 2)).saturating_sub(header_bytes);
-    icmpv6_message.extend(ipv6_header(
+    icmpv6_message.extend(build_random_ipv6_header(
         rng,
         payload_bytes,
         quoted_packet[9],
@@ -165,7 +165,7 @@ pub fn parse_frame(frame: &[u8]) -> Option<Ipv6Headers> {
     let packet = frame
         .get(ETHERNET_HEADER_BYTES..)
         .filter(|packet| packet.len() >= IPV6_HEADER_BYTES && frame[12..14] == [0x86, 0xdd])?;
-    let address_at = |address_offset: usize| {
+    let read_address_at = |address_offset: usize| {
         Some(Ipv6Addr::from(<[u8; 16]>::try_from(packet.get(address_offset..address_offset + 16)?).ok()?))
     };
     let (mut protocol, mut offset, mut is_later_fragment) = (packet[6], IPV6_HEADER_BYTES, false);
@@ -184,7 +184,7 @@ pub fn parse_frame(frame: &[u8]) -> Option<Ipv6Headers> {
         }
     }
     Some(Ipv6Headers {
-        source_and_destination: [address_at(8)?, address_at(24)?],
+        source_and_destination: [read_address_at(8)?, read_address_at(24)?],
         protocol,
         transport_offset: ETHERNET_HEADER_BYTES + offset,
         is_later_fragment,

@@ -46,10 +46,10 @@ impl ProgramMaps {
         Ok(Self {
             counter_row_count,
             lb_state: MmapArray::new(map_by_name(".bss.state")?)?,
-            counters: MmapArray::new_slice(counters, counter_row_count * intf::LB_COUNTERS_PER_ROW as usize)?,
+            counters: MmapArray::mmap_slice(counters, counter_row_count * intf::LB_COUNTERS_PER_ROW as usize)?,
             recent_placements: MmapArray::new(map_by_name(".bss.recent")?)?,
-            server_traffic: MmapArray::new_slice(map_by_name("server_traffic")?, counter_row_count * ServerId::COUNT)?,
-            flow_table: MmapArray::new_slice(
+            server_traffic: MmapArray::mmap_slice(map_by_name("server_traffic")?, counter_row_count * ServerId::COUNT)?,
+            flow_table: MmapArray::mmap_slice(
                 map_by_name("flow_table")?,
                 map_by_name("flow_table")?.max_entries() as usize,
             )?,
@@ -58,7 +58,7 @@ impl ProgramMaps {
     }
 
     /// Returns one 64-bit word of a service's counters, as the sum over all rows.
-    pub fn service_counter(&self, service_slot: usize, word_index: usize) -> u64 {
+    pub fn service_counter_word(&self, service_slot: usize, word_index: usize) -> u64 {
         let row_offset =
             |row: usize| (row * intf::LB_COUNTERS_PER_ROW as usize + service_slot) * size_of::<intf::lb_counters>();
         (0..self.counter_row_count).map(|row| self.counters.load(row_offset(row) + word_index * size_of::<u64>())).sum()
@@ -76,7 +76,7 @@ impl ProgramMaps {
                     service * intf::LIMITED_KIND_SLOTS as usize + reason as usize,
                 );
             }
-            TokenBucketSelector::Total(reason) => {
+            TokenBucketSelector::WholeLoadBalancer(reason) => {
                 store_word(offset_of!(intf::broadcast_buckets, total), reason as usize)
             }
             TokenBucketSelector::EveryEighthSourceFrom(first) => {
@@ -114,7 +114,7 @@ impl ProgramMaps {
         (0..word_count).map(|word_index| self.flow_table.load(word_index * size_of::<u64>()))
     }
 
-    pub fn recent_placements(&self) -> Vec<u64> {
+    pub fn recent_placement_words(&self) -> Vec<u64> {
         (0..intf::RECENT_PLACEMENTS as usize)
             .map(|word_index| self.recent_placements.load(word_index * size_of::<u64>()))
             .collect()

@@ -6,7 +6,7 @@ use coreward_model::ServerId;
 use coreward_model::lb::TunnelEndpoint;
 use coreward_model::vlan::Vlan;
 /// Returns the tunnel endpoint of a server, which is derived from the server's id.
-pub fn server_tunnel(id: ServerId) -> TunnelEndpoint {
+pub fn server_tunnel_endpoint(id: ServerId) -> TunnelEndpoint {
     let [id_high_byte, id_low_byte] = id.get().to_be_bytes();
     let address = if id.get().is_multiple_of(2) {
         Ipv4Addr::new(10, 9, id_high_byte, id_low_byte).into()

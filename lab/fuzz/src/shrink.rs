@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::change::ModelDifference;
 use crate::epoch::{EpochStep, FuzzEpoch};
-use crate::harness::{Harness, HarnessSetup};
+use crate::harness::{FuzzHarness, FuzzHarnessSetup};
 use crate::mutate::MIN_FRAME_BYTES;
 
 /// Maximum duration of the shrinking, after which the smallest sequence found so far is returned.
@@ -12,21 +12,21 @@ const SHRINK_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Shortest sequence of steps found so far that ends with a difference.
 #[derive(Debug)]
-pub struct FailingSequence {
+pub struct FailingStepSequence {
     /// Steps in their order, of which the last one is a packet.
     pub steps: Vec<EpochStep>,
     pub difference: ModelDifference,
 }
 
-struct SequenceShrinker {
-    setup: HarnessSetup,
+struct StepSequenceShrinker {
+    setup: FuzzHarnessSetup,
     deadline: Instant,
 }
 
-impl SequenceShrinker {
+impl StepSequenceShrinker {
     /// Runs `steps` on a new harness. Returns the difference that the last step shows, in the packet or the state.
     fn find_difference(&self, steps: &[EpochStep]) -> anyhow::Result<Option<ModelDifference>> {
-        let mut harness = Harness::new(self.setup, true)?;
+        let mut harness = FuzzHarness::new(self.setup, true)?;
         let mut last_difference = None;
         for step in steps {
             last_difference = match step {
@@ -46,7 +46,7 @@ impl SequenceShrinker {
 
     /// Returns the length of the shortest prefix of `steps` that ends with a difference. A difference in the state may
     /// be found long after the packet that caused it.
-    fn shortest_failing_prefix(&self, steps: &[EpochStep]) -> anyhow::Result<usize> {
+    fn shortest_failing_prefix_length(&self, steps: &[EpochStep]) -> anyhow::Result<usize> {
         let (mut longest_passing_length, mut shortest_failing_length) = (0, steps.len());
         while longest_passing_length + 1 < shortest_failing_length {
             let tried_length = longest_passing_length.midpoint(shortest_failing_length);
@@ -63,7 +63,7 @@ impl SequenceShrinker {
     }
 
     /// Removes unnecessary steps in ever smaller chunks, by delta debugging (Zeller and Hildebrandt, TSE 2002).
-    fn remove_needless_steps(&self, sequence: &mut FailingSequence) -> anyhow::Result<()> {
+    fn remove_needless_steps(&self, sequence: &mut FailingStepSequence) -> anyhow::Result<()> {
         let mut chunk_length = sequence.steps.len().div_ceil(2);
         while chunk_length > 0 && self.has_time_left() {
             let mut chunk_start = 0;
@@ -71,7 +71,7 @@ impl SequenceShrinker {
                 let chunk_end = (chunk_start + chunk_length).min(sequence.steps.len() - 1);
                 let remaining_steps = [&sequence.steps[..chunk_start], &sequence.steps[chunk_end..]].concat();
                 match self.find_difference(&remaining_steps)? {
-                    Some(difference) => *sequence = FailingSequence { steps: remaining_steps, difference },
+                    Some(difference) => *sequence = FailingStepSequence { steps: remaining_steps, difference },
                     None => chunk_start = chunk_end,
                 }
             }
@@ -81,28 +81,28 @@ impl SequenceShrinker {
     }
 
     /// Shortens the last packet, and zeroes all bytes that do not affect the difference.
-    fn simplify_packet(&self, sequence: &mut FailingSequence) -> anyhow::Result<()> {
-        let replace_if_still_failing = |sequence: &mut FailingSequence, frame: Vec<u8>| -> anyhow::Result<()> {
+    fn simplify_packet(&self, sequence: &mut FailingStepSequence) -> anyhow::Result<()> {
+        let replace_if_still_failing = |sequence: &mut FailingStepSequence, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = sequence.steps.clone();
             *steps.last_mut().expect("a packet at the end") = EpochStep::Packet(frame);
             if let Some(difference) = self.find_difference(&steps)? {
-                *sequence = FailingSequence { steps, difference };
+                *sequence = FailingStepSequence { steps, difference };
             }
             Ok(())
         };
-        let last_frame = |sequence: &FailingSequence| match sequence.steps.last() {
+        let copy_last_frame = |sequence: &FailingStepSequence| match sequence.steps.last() {
             Some(EpochStep::Packet(frame)) => frame.clone(),
             _ => Vec::new(),
         };
         for cut_bytes in [256, 64, 16, 4, 1] {
-            let frame = last_frame(sequence);
+            let frame = copy_last_frame(sequence);
             if frame.len() > MIN_FRAME_BYTES + cut_bytes && self.has_time_left() {
                 replace_if_still_failing(sequence, frame[..frame.len() - cut_bytes].to_vec())?;
             }
         }
         let mut offset = 0;
-        while offset < last_frame(sequence).len() && self.has_time_left() {
-            let mut frame = last_frame(sequence);
+        while offset < copy_last_frame(sequence).len() && self.has_time_left() {
+            let mut frame = copy_last_frame(sequence);
             let end = (offset + 2).min(frame.len());
             if frame[offset..end].iter().any(|byte| *byte != 0) {
                 frame[offset..end].fill(0);
@@ -116,16 +116,16 @@ impl SequenceShrinker {
 
 /// Shrinks the steps of an epoch in which packet number `failing_packet_number` shows a difference. Returns `None` if
 /// the difference cannot be reproduced.
-pub fn shrink_epoch(seed: u64, failing_packet_number: u64) -> anyhow::Result<Option<FailingSequence>> {
+pub fn shrink_epoch(seed: u64, failing_packet_number: u64) -> anyhow::Result<Option<FailingStepSequence>> {
     let (setup, mut steps) = FuzzEpoch::record_steps(seed, failing_packet_number)?;
-    let shrinker = SequenceShrinker { setup, deadline: Instant::now() + SHRINK_TIMEOUT };
+    let shrinker = StepSequenceShrinker { setup, deadline: Instant::now() + SHRINK_TIMEOUT };
     if shrinker.find_difference(&steps)?.is_none() {
         return Ok(None);
     }
-    let failing_length = shrinker.shortest_failing_prefix(&steps)?;
+    let failing_length = shrinker.shortest_failing_prefix_length(&steps)?;
     steps.truncate(failing_length);
     let Some(difference) = shrinker.find_difference(&steps)? else { return Ok(None) };
-    let mut sequence = FailingSequence { steps, difference };
+    let mut sequence = FailingStepSequence { steps, difference };
     // Most differences need no earlier packet, so changes and the last packet are tried alone first.
     let last_index = sequence.steps.len() - 1;
     let changes_and_last_step = sequence
@@ -135,7 +135,7 @@ pub fn shrink_epoch(seed: u64, failing_packet_number: u64) -> anyhow::Result<Opt
         .filter(|(step_index, step)| *step_index == last_index || matches!(step, EpochStep::Change(_)));
     let shortened_steps: Vec<EpochStep> = changes_and_last_step.map(|(_, step)| step.clone()).collect();
     if let Some(difference) = shrinker.find_difference(&shortened_steps)? {
-        sequence = FailingSequence { steps: shortened_steps, difference };
+        sequence = FailingStepSequence { steps: shortened_steps, difference };
     }
     shrinker.remove_needless_steps(&mut sequence)?;
     shrinker.simplify_packet(&mut sequence)?;

@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 use coreward_model::rss::seeded_rng;
-use coreward_sim::random::exponential;
+use coreward_sim::random::draw_exponential;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 /// Distribution of the gaps between requests.
@@ -47,7 +47,7 @@ impl ArrivalSchedule {
     /// Advances the schedule to the following request.
     pub fn advance_to_next_request(&mut self) {
         self.next_due_ns += match self.arrival_process {
-            ArrivalProcess::Poisson => exponential(&mut self.rng) * self.mean_gap_ns,
+            ArrivalProcess::Poisson => draw_exponential(&mut self.rng) * self.mean_gap_ns,
             ArrivalProcess::Fixed => self.mean_gap_ns,
         };
     }
@@ -57,24 +57,24 @@ impl ArrivalSchedule {
 mod tests {
     use super::*;
 
-    fn gaps_ns(arrivals: ArrivalProcess, requests_per_second: f64, seed: u64, gap_count: usize) -> Vec<f64> {
+    fn arrival_gaps_ns(arrivals: ArrivalProcess, requests_per_second: f64, seed: u64, gap_count: usize) -> Vec<f64> {
         let mut schedule = ArrivalSchedule::new(arrivals, requests_per_second, seed, 1);
         let mut last_due_ns = 0;
-        let next_gap = |_| {
+        let compute_next_gap = |_| {
             let due_ns = schedule.next_due_ns();
             schedule.advance_to_next_request();
             let gap_ns = due_ns - last_due_ns;
             last_due_ns = due_ns;
             gap_ns as f64
         };
-        (0..gap_count).map(next_gap).collect()
+        (0..gap_count).map(compute_next_gap).collect()
     }
 
     #[test]
     fn poisson_gaps_have_the_mean_and_variance_of_an_exponential_distribution() {
         for (seed, rate) in [(1, 1_000.0), (2, 50_000.0), (3, 700_000.0)] {
             let (count, mean_ns) = (200_000, 1e9 / rate);
-            let gaps = gaps_ns(ArrivalProcess::Poisson, rate, seed, count);
+            let gaps = arrival_gaps_ns(ArrivalProcess::Poisson, rate, seed, count);
             let mean = gaps.iter().sum::<f64>() / count as f64;
             let variance = gaps.iter().map(|gap_ns| (gap_ns - mean).powi(2)).sum::<f64>() / count as f64;
             // The tolerances are four standard errors. 200,000 exponential gaps have standard errors of 0.22 % (mean)
@@ -90,7 +90,7 @@ mod tests {
         // other.
         let mut arrival_counts_by_window = vec![0.0; 2_000];
         let mut arrival_ns = 0.0;
-        for gap_ns in gaps_ns(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
+        for gap_ns in arrival_gaps_ns(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
             arrival_ns += gap_ns;
             let window_index = (arrival_ns / 10e6) as usize;
             if window_index < arrival_counts_by_window.len() {
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn equal_seeds_give_equal_schedules_and_other_seeds_do_not() {
-        let gaps_of_seed = |seed| gaps_ns(ArrivalProcess::Poisson, 1_000.0, seed, 100);
+        let gaps_of_seed = |seed| arrival_gaps_ns(ArrivalProcess::Poisson, 1_000.0, seed, 100);
         assert_eq!(gaps_of_seed(7), gaps_of_seed(7));
         assert_ne!(gaps_of_seed(7), gaps_of_seed(8));
     }

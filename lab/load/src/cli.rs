@@ -7,23 +7,23 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum;
-use coreward_sim::output::{Format, Printable as _};
+use coreward_sim::output::{PrintableResult as _, ResultFormat};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::arrivals::{ArrivalProcess, ArrivalSchedule};
 use crate::dns::DnsQuery;
 use crate::event_loop::now_ns;
-use crate::generator::{self, Durations, RequestStream};
-use crate::histogram_log::{HistogramLog, HistogramLogOutput};
+use crate::generator::{self, PhaseDurations, RequestStream};
+use crate::histogram_log::{HistogramLogOutput, LatencyHistogramLog};
 use crate::key_value::MAX_VALUE_BYTES;
-use crate::report::Report;
+use crate::report::LoadRunReport;
 use crate::request_type::{RequestType, ServiceTimesByType};
-use crate::results::{ClassResults, Results};
+use crate::results::{LoadRunResults, RequestClassResults};
 use crate::transport::{
-    ConnectionPool, DatagramProtocol, FlowSources, HttpGetClient, KeyValueSettings, PacedProtocol, Transport,
-    UdpTransport,
+    ConnectionPool, DatagramProtocol, FlowSources, HttpGetClient, KeyValueRequestSettings, PacedProtocol,
+    RequestTransport, UdpTransport,
 };
-use crate::workload::{RequestMix, ServiceDistribution, Workload};
+use crate::workload::{RequestMix, RequestWorkload, ScaledServiceTimeDistribution};
 
 const RNG_STREAM_ARRIVALS: u64 = 0x6c6f_6111;
 const RNG_STREAM_REQUESTS: u64 = 0x6c6f_6112;
@@ -75,7 +75,7 @@ pub struct LoadArgs {
     /// % 100 us), ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or one of `coreward-lab sim rpc` (fixed, exp,
     /// lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
     #[arg(long, value_name = "DISTRIBUTION")]
-    pub service: Option<ServiceDistribution>,
+    pub service: Option<ScaledServiceTimeDistribution>,
     /// Factor by which the service times of --service are multiplied. With --mix, requests ask for the service times of
     /// Turbo's Figure 7 (GET 0.975 us ...) times this factor, instead of leaving service times to the server
     #[arg(long, value_name = "FACTOR", value_parser = parse_positive)]
@@ -104,13 +104,13 @@ pub struct LoadArgs {
     #[arg(long, value_name = "FILE")]
     pub histogram_log: Option<PathBuf>,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    pub format: Format,
+    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
+    pub format: ResultFormat,
 }
 
 impl LoadArgs {
-    fn durations(&self) -> Durations {
-        Durations {
+    fn phase_durations(&self) -> PhaseDurations {
+        PhaseDurations {
             warm_up_ns: seconds_to_ns(self.warm_up),
             measurement_ns: seconds_to_ns(self.seconds),
             timeout_ns: seconds_to_ns(self.timeout),
@@ -156,7 +156,7 @@ pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
     Ok(report.render(args.format))
 }
 
-fn run_measurement(args: &LoadArgs) -> anyhow::Result<Report> {
+fn run_measurement(args: &LoadArgs) -> anyhow::Result<LoadRunReport> {
     let main_workload = build_workload(args, RNG_STREAM_REQUESTS)?;
     let request_types = main_workload.request_types().to_vec();
     let schedule = ArrivalSchedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
@@ -168,13 +168,13 @@ fn run_measurement(args: &LoadArgs) -> anyhow::Result<Report> {
         streams.push(RequestStream { schedule, workload, first_class_index: request_types.len() as u8 });
     }
     let mut transport = open_transport(args)?;
-    let durations = args.durations();
+    let durations = args.phase_durations();
     let progress_bar = new_progress_bar(args.warm_up + args.seconds)?;
     let mut class_tags: Vec<String> = request_types.iter().map(RequestType::to_string).collect();
     class_tags.push(format!("{measured_type}-measuring"));
     let mut log_output = HistogramLogOutput::create(args.histogram_log.as_deref())?;
     let mut histogram_log =
-        HistogramLog::begin(&mut log_output, class_tags, &format!("coreward-lab load {}", args.target))?;
+        LatencyHistogramLog::begin(&mut log_output, class_tags, &format!("coreward-lab load {}", args.target))?;
     let records_intervals = args.histogram_log.is_some();
     ctrlc::set_handler(|| IS_INTERRUPTED.store(true, Ordering::Relaxed))?;
     let mut results =
@@ -189,22 +189,22 @@ fn run_measurement(args: &LoadArgs) -> anyhow::Result<Report> {
     log_output.flush()?;
     progress_bar.finish_and_clear();
     ensure!(!results.measured_window_ns.is_empty(), "interrupted before anything was measured");
-    Ok(Report::new(&results, &request_types, args.measure.map(|_| measured_type)))
+    Ok(LoadRunReport::new(&results, &request_types, args.measure.map(|_| measured_type)))
 }
 
 fn seconds_to_ns(seconds: f64) -> u64 {
     Duration::from_secs_f64(seconds).as_nanos() as u64
 }
 
-fn build_workload(args: &LoadArgs, rng_stream: u64) -> anyhow::Result<Workload> {
+fn build_workload(args: &LoadArgs, rng_stream: u64) -> anyhow::Result<RequestWorkload> {
     if let Some(service) = &args.service {
-        return Ok(Workload::from_service_times(service, args.multiplier.unwrap_or(1.0), args.seed, rng_stream));
+        return Ok(RequestWorkload::from_service_times(service, args.multiplier.unwrap_or(1.0), args.seed, rng_stream));
     }
     // Requests over TCP carry only service times, so they need some even without --multiplier.
     let multiplier = args.multiplier.or((args.transport == TransportName::Tcp).then_some(1.0));
     let service_times =
         multiplier.map_or_else(|| Ok(ServiceTimesByType::default()), ServiceTimesByType::multiples_of_turbo)?;
-    let workload = Workload::from_mix(&args.mix, &service_times, args.seed, rng_stream);
+    let workload = RequestWorkload::from_mix(&args.mix, &service_times, args.seed, rng_stream);
     let type_without_time =
         workload.request_types().iter().find(|class| !service_times.is_empty() && service_times.get(**class).is_none());
     ensure!(
@@ -217,7 +217,7 @@ fn build_workload(args: &LoadArgs, rng_stream: u64) -> anyhow::Result<Workload> 
 
 /// Checks the flows' sources. Fails when a source port is out of range, or a source address has another family than the
 /// target.
-fn check_sources(args: &LoadArgs) -> anyhow::Result<()> {
+fn check_flow_sources(args: &LoadArgs) -> anyhow::Result<()> {
     if let Some(first_port) = args.first_port {
         let last_port = u32::from(first_port) + u32::from(args.flows) - 1;
         ensure!(
@@ -234,7 +234,7 @@ fn check_sources(args: &LoadArgs) -> anyhow::Result<()> {
 }
 
 /// Returns the DNS query of each class of --mix. Fails when their numbers differ, or when service times are given.
-fn dns_queries(args: &LoadArgs) -> anyhow::Result<Vec<DnsQuery>> {
+fn dns_queries_by_class(args: &LoadArgs) -> anyhow::Result<Vec<DnsQuery>> {
     let class_count = build_workload(args, RNG_STREAM_REQUESTS)?.request_types().len();
     ensure!(args.service.is_none() && args.multiplier.is_none(), "--transport dns: expected --mix and --query only");
     ensure!(
@@ -245,11 +245,11 @@ fn dns_queries(args: &LoadArgs) -> anyhow::Result<Vec<DnsQuery>> {
     Ok(args.query.clone())
 }
 
-fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
-    check_sources(args)?;
+fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn RequestTransport>> {
+    check_flow_sources(args)?;
     let flow_sources =
-        FlowSources { addresses: args.sources.clone(), flow_count: args.flows, first_port: args.first_port };
-    let key_value_settings = KeyValueSettings { key_count: args.keys, value_bytes: args.value_bytes };
+        FlowSources { addresses: args.sources.clone(), flow_count: args.flows, first_source_port: args.first_port };
+    let key_value_settings = KeyValueRequestSettings { key_count: args.keys, value_bytes: args.value_bytes };
     Ok(match args.transport {
         TransportName::Udp => Box::new(UdpTransport::open(
             args.target,
@@ -258,7 +258,7 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
             args.seed,
         )?),
         TransportName::Dns => {
-            let protocol = DatagramProtocol::Dns(dns_queries(args)?);
+            let protocol = DatagramProtocol::Dns(dns_queries_by_class(args)?);
             Box::new(UdpTransport::open(args.target, &flow_sources, protocol, args.seed)?)
         }
         TransportName::Tcp => Box::new(ConnectionPool::open(PacedProtocol, args.target, flow_sources, args.seed)?),
@@ -275,8 +275,8 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     })
 }
 
-fn show_progress(progress_bar: &ProgressBar, elapsed_ns: u64, results: &Results) {
-    let sum_of_classes = |to_count: fn(&ClassResults) -> u64| results.classes.iter().map(to_count).sum::<u64>();
+fn show_progress(progress_bar: &ProgressBar, elapsed_ns: u64, results: &LoadRunResults) {
+    let sum_of_classes = |to_count: fn(&RequestClassResults) -> u64| results.classes.iter().map(to_count).sum::<u64>();
     progress_bar.set_position(elapsed_ns / 1_000_000);
     progress_bar.set_message(format!(
         "{} answered, {} lost",

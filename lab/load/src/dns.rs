@@ -3,18 +3,18 @@
 use std::fmt;
 use std::str::FromStr;
 
-const HEADER_BYTES: usize = 12;
+const DNS_HEADER_BYTES: usize = 12;
 /// Bit QR in the first flags byte of the DNS header, which marks a response.
 const QR_RESPONSE_BIT: u8 = 0x80;
 /// Mask of the response code (RCODE) in the second flags byte of the DNS header.
-const RCODE_MASK: u8 = 0x0f;
-const CLASS_INTERNET: u16 = 1;
-const TYPE_OPT: u16 = 41;
+const DNS_RCODE_MASK: u8 = 0x0f;
+const DNS_CLASS_INTERNET: u16 = 1;
+const DNS_TYPE_OPT: u16 = 41;
 /// Maximum length of a response (bytes), which queries announce by EDNS. With all headers, a datagram of this length
 /// fits into one Ethernet frame (RFC 9715, Sect. 3.2).
 const EDNS_PAYLOAD_BYTES: u16 = 1_400;
 /// Bit DO in the extended flags of EDNS, which requests DNSSEC signatures (RFC 6891, Sect. 6.1.4).
-const DNSSEC_OK: u32 = 0x8000;
+const EDNS_DNSSEC_OK_FLAG: u32 = 0x8000;
 const MAX_LABEL_BYTES: usize = 63;
 const MAX_NAME_BYTES: usize = 255;
 
@@ -37,33 +37,35 @@ pub struct DnsQuery {
     "query {0:?}: expected NAME/TYPE or NAME/TYPE/dnssec, as in www.example/A, with one of the types A, NS, SOA, MX, \
      TXT, AAAA, DNSKEY, ANY"
 )]
-pub struct QueryError(String);
+pub struct DnsQueryError(String);
 
 impl FromStr for DnsQuery {
-    type Err = QueryError;
+    type Err = DnsQueryError;
 
-    fn from_str(text: &str) -> Result<Self, QueryError> {
-        let query_error = || QueryError(text.to_owned());
+    fn from_str(text: &str) -> Result<Self, DnsQueryError> {
+        let build_query_error = || DnsQueryError(text.to_owned());
         let mut slash_separated = text.split('/');
-        let (name, query_type) = slash_separated.next().zip(slash_separated.next()).ok_or_else(query_error)?;
+        let (name, query_type) = slash_separated.next().zip(slash_separated.next()).ok_or_else(build_query_error)?;
         let requests_dnssec = match (slash_separated.next(), slash_separated.next()) {
             (None, _) => false,
             (Some("dnssec"), None) => true,
-            _ => return Err(query_error()),
+            _ => return Err(build_query_error()),
         };
-        let (_, query_type_code) =
-            QUERY_TYPE_CODES.into_iter().find(|(type_name, _)| *type_name == query_type).ok_or_else(query_error)?;
+        let (_, query_type_code) = QUERY_TYPE_CODES
+            .into_iter()
+            .find(|(type_name, _)| *type_name == query_type)
+            .ok_or_else(build_query_error)?;
         let mut wire_name = Vec::new();
         for label in name.trim_end_matches('.').split('.') {
             if label.is_empty() || label.len() > MAX_LABEL_BYTES || !label.is_ascii() {
-                return Err(query_error());
+                return Err(build_query_error());
             }
             wire_name.push(label.len() as u8);
             wire_name.extend(label.bytes());
         }
         wire_name.push(0);
         if wire_name.len() > MAX_NAME_BYTES {
-            return Err(query_error());
+            return Err(build_query_error());
         }
         Ok(Self { wire_name, query_type_code, requests_dnssec, source_text: text.to_owned() })
     }
@@ -84,20 +86,20 @@ impl DnsQuery {
         datagram.extend([0, 0, 0, 1, 0, 0, 0, 0, 0, 1]);
         datagram.extend(&self.wire_name);
         datagram.extend(self.query_type_code.to_be_bytes());
-        datagram.extend(CLASS_INTERNET.to_be_bytes());
+        datagram.extend(DNS_CLASS_INTERNET.to_be_bytes());
         datagram.push(0);
-        datagram.extend(TYPE_OPT.to_be_bytes());
+        datagram.extend(DNS_TYPE_OPT.to_be_bytes());
         datagram.extend(EDNS_PAYLOAD_BYTES.to_be_bytes());
-        datagram.extend(if self.requests_dnssec { DNSSEC_OK } else { 0 }.to_be_bytes());
+        datagram.extend(if self.requests_dnssec { EDNS_DNSSEC_OK_FLAG } else { 0 }.to_be_bytes());
         datagram.extend([0, 0]);
     }
 }
 
 /// Returns a DNS response's id, and whether the response reports success. Returns `None` for other datagrams.
 pub fn parse_response(datagram: &[u8]) -> Option<(u16, bool)> {
-    let header: &[u8; HEADER_BYTES] = datagram.first_chunk()?;
+    let header: &[u8; DNS_HEADER_BYTES] = datagram.first_chunk()?;
     let is_response = header[2] & QR_RESPONSE_BIT != 0;
-    is_response.then(|| (u16::from_be_bytes([header[0], header[1]]), header[3] & RCODE_MASK == 0))
+    is_response.then(|| (u16::from_be_bytes([header[0], header[1]]), header[3] & DNS_RCODE_MASK == 0))
 }
 
 #[cfg(test)]

@@ -19,12 +19,12 @@ pub struct ReadyEvent {
     /// Token that was passed to [`Epoll::add`] with the descriptor.
     pub token: u64,
     /// Combination of EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP and EPOLLRDHUP.
-    pub flags: u32,
+    pub epoll_flags: u32,
 }
 
 impl ReadyEvent {
     pub fn has_flags(self, flags: i32) -> bool {
-        self.flags & flags as u32 != 0
+        self.epoll_flags & flags as u32 != 0
     }
 }
 
@@ -39,7 +39,7 @@ impl Epoll {
     /// Creates an empty set. Fails when the process has no descriptors left.
     pub fn new() -> io::Result<Self> {
         // SAFETY: takes a flag, returns a new descriptor or -1.
-        let epoll_fd = check_syscall(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+        let epoll_fd = check_syscall_result(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
         // SAFETY: new, owned by nothing else.
         let epoll_fd = unsafe { OwnedFd::from_raw_fd(epoll_fd) };
         Ok(Self { epoll_fd, ready_events: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
@@ -51,7 +51,7 @@ impl Epoll {
         let mut event = libc::epoll_event { events: flags as u32, u64: token };
         let (set_descriptor, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open, and the kernel copies the event before it returns.
-        check_syscall(unsafe { libc::epoll_ctl(set_descriptor, libc::EPOLL_CTL_ADD, descriptor, &mut event) })?;
+        check_syscall_result(unsafe { libc::epoll_ctl(set_descriptor, libc::EPOLL_CTL_ADD, descriptor, &mut event) })?;
         Ok(())
     }
 
@@ -59,7 +59,7 @@ impl Epoll {
     pub fn remove(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         let (set_descriptor, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open; removal takes no event.
-        check_syscall(unsafe {
+        check_syscall_result(unsafe {
             libc::epoll_ctl(set_descriptor, libc::EPOLL_CTL_DEL, descriptor, std::ptr::null_mut())
         })?;
         Ok(())
@@ -79,7 +79,7 @@ impl Epoll {
         let (set_descriptor, capacity) = (self.epoll_fd.as_raw_fd(), self.ready_events.len() as i32);
         // SAFETY: `ready_events` has room for `capacity` events, `timeout` is null or outlives the call, no signal mask
         // is given.
-        let ready_count = check_syscall(unsafe {
+        let ready_count = check_syscall_result(unsafe {
             libc::epoll_pwait2(
                 set_descriptor,
                 self.ready_events.as_mut_ptr(),
@@ -94,7 +94,7 @@ impl Epoll {
         };
         Ok(self.ready_events[..ready_count as usize]
             .iter()
-            .map(|event| ReadyEvent { token: event.u64, flags: event.events }))
+            .map(|event| ReadyEvent { token: event.u64, epoll_flags: event.events }))
     }
 }
 
@@ -116,6 +116,6 @@ pub fn accept_nonblocking(listener: &TcpListener) -> io::Result<Option<TcpStream
     }
 }
 
-fn check_syscall(result: i32) -> io::Result<i32> {
+fn check_syscall_result(result: i32) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }

@@ -9,9 +9,9 @@ use std::io;
 use crate::arrivals::ArrivalSchedule;
 use crate::event_loop::now_ns;
 use crate::outstanding::{AnswerOutcome, OutstandingRequests, SentRequest};
-use crate::results::Results;
-use crate::transport::{Answer, Transport};
-use crate::workload::Workload;
+use crate::results::LoadRunResults;
+use crate::transport::{RequestTransport, TransportAnswer};
+use crate::workload::RequestWorkload;
 
 /// Time between the start of a run and the start of its arrival schedules (ns).
 const DELAY_BEFORE_FIRST_REQUEST_NS: u64 = 10_000_000;
@@ -24,13 +24,13 @@ const EXPIRY_INTERVAL_NS: u64 = 10_000_000;
 #[derive(Debug)]
 pub struct RequestStream {
     pub schedule: ArrivalSchedule,
-    pub workload: Workload,
+    pub workload: RequestWorkload,
     pub first_class_index: u8,
 }
 
 /// Durations of a run's phases, and the time-out of its requests (ns).
 #[derive(Debug, Clone, Copy)]
-pub struct Durations {
+pub struct PhaseDurations {
     /// Duration of the warm-up, in which nothing is measured.
     pub warm_up_ns: u64,
     /// Duration of the measurement, which follows the warm-up.
@@ -39,38 +39,45 @@ pub struct Durations {
     pub timeout_ns: u64,
 }
 
-struct Generator<'a> {
+struct LoadGenerator<'a> {
     streams: Vec<RequestStream>,
-    transport: &'a mut dyn Transport,
-    durations: Durations,
+    transport: &'a mut dyn RequestTransport,
+    phase_durations: PhaseDurations,
     outstanding_requests: OutstandingRequests,
     /// Buffer for received answers, which is empty between calls but keeps its allocation.
-    answer_buffer: Vec<Answer>,
+    answer_buffer: Vec<TransportAnswer>,
     start_ns: u64,
-    results: Results,
+    results: LoadRunResults,
 }
 
 /// Sends the requests of all streams over `transport`, and returns when the last one is answered or lost. `progress`
 /// receives the time since the start (ns) and the results so far, and may end the run early by
-/// [`Results::end_measured_window`]. If `records_intervals` is true, latencies are also recorded by interval. Fails
-/// when the transport fails permanently.
+/// [`LoadRunResults::end_measured_window`]. If `records_intervals` is true, latencies are also recorded by interval.
+/// Fails when the transport fails permanently.
 pub fn run_open_loop(
     streams: Vec<RequestStream>,
-    transport: &mut dyn Transport,
-    durations: Durations,
+    transport: &mut dyn RequestTransport,
+    durations: PhaseDurations,
     records_intervals: bool,
-    mut progress: impl FnMut(u64, &mut Results) -> anyhow::Result<()>,
-) -> anyhow::Result<Results> {
+    mut progress: impl FnMut(u64, &mut LoadRunResults) -> anyhow::Result<()>,
+) -> anyhow::Result<LoadRunResults> {
     // The kernel's default timer slack would delay every request by 50 us (prctl(2), PR_SET_TIMERSLACK).
     nix::sys::prctl::set_timerslack(1)?;
     let start_ns = now_ns() + DELAY_BEFORE_FIRST_REQUEST_NS;
     let class_count = streams.iter().map(|stream| stream.workload.request_types().len()).sum();
     let measured_window_ns =
         start_ns + durations.warm_up_ns..start_ns + durations.warm_up_ns + durations.measurement_ns;
-    let results = Results::new(class_count, measured_window_ns, records_intervals)?;
+    let results = LoadRunResults::new(class_count, measured_window_ns, records_intervals)?;
     let outstanding_requests = OutstandingRequests::default();
-    let mut generator =
-        Generator { streams, transport, durations, outstanding_requests, answer_buffer: Vec::new(), start_ns, results };
+    let mut generator = LoadGenerator {
+        streams,
+        transport,
+        phase_durations: durations,
+        outstanding_requests,
+        answer_buffer: Vec::new(),
+        start_ns,
+        results,
+    };
     let mut next_progress_ns = start_ns;
     while generator.send_and_receive_once()? {
         if now_ns() >= next_progress_ns {
@@ -83,7 +90,7 @@ pub fn run_open_loop(
     Ok(generator.results)
 }
 
-impl Generator<'_> {
+impl LoadGenerator<'_> {
     /// Sends a batch of due requests, then receives responses. Returns `false` once every request is answered or lost.
     fn send_and_receive_once(&mut self) -> io::Result<bool> {
         let window_end_ns = self.results.measured_window_ns.end;
@@ -95,7 +102,7 @@ impl Generator<'_> {
         }
         let results = &mut self.results;
         self.outstanding_requests
-            .remove_expired_requests(now_ns().saturating_sub(self.durations.timeout_ns), |lost_request| {
+            .remove_expired_requests(now_ns().saturating_sub(self.phase_durations.timeout_ns), |lost_request| {
                 results.record_lost_request(lost_request)
             });
         let Some(until_ns) = next_request.map(|(_, due_ns)| due_ns).or_else(|| {
@@ -125,12 +132,12 @@ impl Generator<'_> {
         let sent_request = SentRequest { due_ns, class_index: stream.first_class_index + request.class_index };
         let request_id = self.outstanding_requests.add_request(sent_request);
         self.results.record_sent_request(sent_request, now_ns());
-        self.transport.send(&request, request_id, due_ns + self.durations.timeout_ns);
+        self.transport.send(&request, request_id, due_ns + self.phase_durations.timeout_ns);
     }
 
-    fn handle_answer(&mut self, answer: Answer) {
+    fn handle_answer(&mut self, answer: TransportAnswer) {
         let (part_index, part_count) = answer.part_index_and_count;
-        match self.outstanding_requests.record_part(answer.id, part_index, part_count) {
+        match self.outstanding_requests.record_response_part(answer.request_id, part_index, part_count) {
             AnswerOutcome::Complete(sent_request) => {
                 self.results.record_answer(sent_request, answer.arrived_ns, answer.worker)
             }

@@ -9,11 +9,11 @@ use anyhow::{Context as _, anyhow};
 use hdrhistogram::serialization::interval_log::{IntervalLogWriter, IntervalLogWriterBuilder, Tag};
 use hdrhistogram::serialization::{V2DeflateSerializer, interval_log};
 
-use crate::results::Results;
+use crate::results::LoadRunResults;
 
 const LOG_INTERVAL_NS: u64 = 1_000_000_000;
 
-/// Output file and serializer that a [`HistogramLog`] borrows.
+/// Output file and serializer that a [`LatencyHistogramLog`] borrows.
 pub struct HistogramLogOutput {
     log_file: Box<dyn Write>,
     serializer: V2DeflateSerializer,
@@ -38,7 +38,7 @@ impl HistogramLogOutput {
     }
 }
 
-pub struct HistogramLog<'a> {
+pub struct LatencyHistogramLog<'a> {
     writer: IntervalLogWriter<'a, 'a, Box<dyn Write>, V2DeflateSerializer>,
     /// Tag that marks each class's lines in the log.
     class_tags: Vec<String>,
@@ -46,7 +46,7 @@ pub struct HistogramLog<'a> {
     interval_start_ns: u64,
 }
 
-impl<'a> HistogramLog<'a> {
+impl<'a> LatencyHistogramLog<'a> {
     /// Begins a log with one tag for each class. Tags may not contain commas or white space. Fails when the log cannot
     /// be written.
     pub fn begin(output: &'a mut HistogramLogOutput, tags: Vec<String>, title: &str) -> anyhow::Result<Self> {
@@ -64,7 +64,7 @@ impl<'a> HistogramLog<'a> {
 
     /// Writes the current interval if it has ended by `elapsed_ns` (ns since the start of the run). Fails when the log
     /// cannot be written.
-    pub fn write_if_interval_ended(&mut self, elapsed_ns: u64, results: &mut Results) -> anyhow::Result<()> {
+    pub fn write_if_interval_ended(&mut self, elapsed_ns: u64, results: &mut LoadRunResults) -> anyhow::Result<()> {
         if elapsed_ns >= self.interval_start_ns + LOG_INTERVAL_NS {
             self.write_interval(elapsed_ns, results)
         } else {
@@ -73,15 +73,15 @@ impl<'a> HistogramLog<'a> {
     }
 
     /// Writes the last interval, which ends early at `elapsed_ns`. Fails when the log cannot be written.
-    pub fn write_last_interval(mut self, elapsed_ns: u64, results: &mut Results) -> anyhow::Result<()> {
+    pub fn write_last_interval(mut self, elapsed_ns: u64, results: &mut LoadRunResults) -> anyhow::Result<()> {
         self.write_interval(elapsed_ns, results)
     }
 
-    fn write_interval(&mut self, elapsed_ns: u64, results: &mut Results) -> anyhow::Result<()> {
+    fn write_interval(&mut self, elapsed_ns: u64, results: &mut LoadRunResults) -> anyhow::Result<()> {
         let interval_start = Duration::from_nanos(self.interval_start_ns);
         let interval_duration = Duration::from_nanos(elapsed_ns.saturating_sub(self.interval_start_ns));
         for (histogram, tag) in
-            results.interval_latencies().zip(&self.class_tags).filter(|(histogram, _)| !histogram.is_empty())
+            results.interval_latency_histograms().zip(&self.class_tags).filter(|(histogram, _)| !histogram.is_empty())
         {
             let write_result = self.writer.write_histogram(histogram, interval_start, interval_duration, Tag::new(tag));
             write_result.map_err(|error: interval_log::IntervalLogWriterError<_>| {
@@ -108,7 +108,7 @@ mod tests {
     fn read_log(path: &Path) -> Vec<(Duration, Duration, String, Histogram<u64>)> {
         let bytes = std::fs::read(path).unwrap();
         let log_entries = IntervalLogIterator::new(&bytes).map(|entry| entry.expect("a log"));
-        let as_interval = |entry| match entry {
+        let select_interval = |entry| match entry {
             LogEntry::Interval(interval) => Some(interval),
             _ => None,
         };
@@ -121,18 +121,18 @@ mod tests {
             let tag = interval.tag().expect("every line has a tag").as_str().to_owned();
             (interval.start_timestamp(), interval.duration(), tag, histogram)
         };
-        log_entries.filter_map(as_interval).map(parse_interval).collect()
+        log_entries.filter_map(select_interval).map(parse_interval).collect()
     }
 
     #[test]
     fn logged_histograms_can_be_read_back_and_add_up_to_results() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("latencies.hlog");
-        let mut results = Results::new(2, 0..10_000_000_000, true).unwrap();
+        let mut results = LoadRunResults::new(2, 0..10_000_000_000, true).unwrap();
         let mut output = HistogramLogOutput::create(Some(&path)).unwrap();
         let tags = vec!["GET".to_owned(), "SCAN46".to_owned()];
-        let mut log = HistogramLog::begin(&mut output, tags, "test").unwrap();
-        let record_answers = |class, answer_count: u64, results: &mut Results| {
+        let mut log = LatencyHistogramLog::begin(&mut output, tags, "test").unwrap();
+        let record_answers = |class, answer_count: u64, results: &mut LoadRunResults| {
             (1..=answer_count).for_each(|number| {
                 results.record_answer(SentRequest { due_ns: 0, class_index: class }, number * 1_000_000, None)
             });

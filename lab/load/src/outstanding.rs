@@ -11,7 +11,7 @@ pub struct SentRequest {
 }
 
 #[derive(Debug)]
-struct OutstandingEntry {
+struct OutstandingRequest {
     request: SentRequest,
     /// Bitmap of the response's parts that have been received.
     received_part_bits: u128,
@@ -36,7 +36,7 @@ pub enum AnswerOutcome {
 #[derive(Debug, Default)]
 pub struct OutstandingRequests {
     /// Requests in the order in which they were sent, so that their ids are consecutive.
-    entries: VecDeque<OutstandingEntry>,
+    entries: VecDeque<OutstandingRequest>,
     first_entry_id: u32,
     sent_request_count: u64,
     unanswered_request_count: usize,
@@ -48,7 +48,7 @@ impl OutstandingRequests {
     /// Adds a request, and returns the id under which it must be sent.
     pub fn add_request(&mut self, sent_request: SentRequest) -> u32 {
         let id = self.first_entry_id.wrapping_add(self.entries.len() as u32);
-        self.entries.push_back(OutstandingEntry { request: sent_request, received_part_bits: 0, is_answered: false });
+        self.entries.push_back(OutstandingRequest { request: sent_request, received_part_bits: 0, is_answered: false });
         self.sent_request_count += 1;
         self.unanswered_request_count += 1;
         id
@@ -56,7 +56,7 @@ impl OutstandingRequests {
 
     /// Records that part `part_index` (from 0) of the response to request `id` has arrived. The response has
     /// `part_count` parts.
-    pub fn record_part(&mut self, id: u32, part_index: u8, part_count: u8) -> AnswerOutcome {
+    pub fn record_response_part(&mut self, id: u32, part_index: u8, part_count: u8) -> AnswerOutcome {
         let entry_index = id.wrapping_sub(self.first_entry_id) as usize;
         let Some(entry) = self.entries.get_mut(entry_index) else {
             let distance_before_first_id = u64::from(self.first_entry_id.wrapping_sub(id));
@@ -106,7 +106,7 @@ impl OutstandingRequests {
 mod tests {
     use super::*;
 
-    fn sent_request(due_ns: u64) -> SentRequest {
+    fn build_sent_request(due_ns: u64) -> SentRequest {
         SentRequest { due_ns, class_index: 0 }
     }
 
@@ -114,23 +114,29 @@ mod tests {
     fn complete_partial_duplicate_late_and_unknown_answers_are_distinguished() {
         let mut outstanding_requests = OutstandingRequests::default();
         let request_ids: Vec<u32> =
-            (0..4).map(|due_ns| outstanding_requests.add_request(sent_request(due_ns))).collect();
-        assert_eq!(outstanding_requests.record_part(request_ids[1], 0, 1), AnswerOutcome::Complete(sent_request(1)));
-        assert_eq!(outstanding_requests.record_part(request_ids[1], 0, 1), AnswerOutcome::Duplicate);
-        assert_eq!(outstanding_requests.record_part(request_ids[2], 1, 2), AnswerOutcome::Partial);
-        assert_eq!(outstanding_requests.record_part(request_ids[2], 1, 2), AnswerOutcome::Duplicate);
-        assert_eq!(outstanding_requests.record_part(request_ids[2], 2, 2), AnswerOutcome::Unknown);
-        assert_eq!(outstanding_requests.record_part(4, 0, 1), AnswerOutcome::Unknown);
-        assert_eq!(outstanding_requests.record_part(u32::MAX, 0, 1), AnswerOutcome::Unknown);
+            (0..4).map(|due_ns| outstanding_requests.add_request(build_sent_request(due_ns))).collect();
+        assert_eq!(
+            outstanding_requests.record_response_part(request_ids[1], 0, 1),
+            AnswerOutcome::Complete(build_sent_request(1))
+        );
+        assert_eq!(outstanding_requests.record_response_part(request_ids[1], 0, 1), AnswerOutcome::Duplicate);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[2], 1, 2), AnswerOutcome::Partial);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[2], 1, 2), AnswerOutcome::Duplicate);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[2], 2, 2), AnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_response_part(4, 0, 1), AnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_response_part(u32::MAX, 0, 1), AnswerOutcome::Unknown);
         let mut lost_due_times = Vec::new();
         outstanding_requests.remove_expired_requests(2, |lost_request| lost_due_times.push(lost_request.due_ns));
         assert_eq!((lost_due_times, outstanding_requests.unanswered_request_count()), (vec![0], 2));
-        assert_eq!(outstanding_requests.record_part(request_ids[0], 0, 1), AnswerOutcome::Late);
-        assert_eq!(outstanding_requests.record_part(request_ids[2], 0, 2), AnswerOutcome::Complete(sent_request(2)));
+        assert_eq!(outstanding_requests.record_response_part(request_ids[0], 0, 1), AnswerOutcome::Late);
+        assert_eq!(
+            outstanding_requests.record_response_part(request_ids[2], 0, 2),
+            AnswerOutcome::Complete(build_sent_request(2))
+        );
         let mut lost_due_times = Vec::new();
         outstanding_requests.remove_expired_requests(u64::MAX, |lost_request| lost_due_times.push(lost_request.due_ns));
         assert_eq!((lost_due_times, outstanding_requests.unanswered_request_count()), (vec![3], 0));
-        assert_eq!(outstanding_requests.record_part(request_ids[3], 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_response_part(request_ids[3], 0, 1), AnswerOutcome::Late);
     }
 
     #[test]
@@ -138,12 +144,12 @@ mod tests {
         let mut outstanding_requests =
             OutstandingRequests { first_entry_id: u32::MAX - 1, ..OutstandingRequests::default() };
         let request_ids: Vec<u32> =
-            (0..4).map(|due_ns| outstanding_requests.add_request(sent_request(due_ns))).collect();
+            (0..4).map(|due_ns| outstanding_requests.add_request(build_sent_request(due_ns))).collect();
         assert_eq!(request_ids, [u32::MAX - 1, u32::MAX, 0, 1]);
-        assert_eq!(outstanding_requests.record_part(0, 0, 1), AnswerOutcome::Complete(sent_request(2)));
+        assert_eq!(outstanding_requests.record_response_part(0, 0, 1), AnswerOutcome::Complete(build_sent_request(2)));
         outstanding_requests.remove_expired_requests(u64::MAX, |_| {});
-        assert_eq!(outstanding_requests.record_part(u32::MAX, 0, 1), AnswerOutcome::Late);
-        assert_eq!(outstanding_requests.record_part(1, 0, 1), AnswerOutcome::Late);
-        assert_eq!(outstanding_requests.record_part(2, 0, 1), AnswerOutcome::Unknown);
+        assert_eq!(outstanding_requests.record_response_part(u32::MAX, 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_response_part(1, 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding_requests.record_response_part(2, 0, 1), AnswerOutcome::Unknown);
     }
 }

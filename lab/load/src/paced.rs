@@ -31,30 +31,30 @@ pub struct PacedResponse {
     pub reserved: [u8; 2],
 }
 
-pub const MESSAGE_BYTES: usize = size_of::<PacedRequest>();
-const _: () = assert!(size_of::<PacedResponse>() == MESSAGE_BYTES);
+pub const PACED_MESSAGE_BYTES: usize = size_of::<PacedRequest>();
+const _: () = assert!(size_of::<PacedResponse>() == PACED_MESSAGE_BYTES);
 
-/// Buffer that cuts a byte stream into messages of [`MESSAGE_BYTES`] bytes.
+/// Buffer that cuts a byte stream into messages of [`PACED_MESSAGE_BYTES`] bytes.
 #[derive(Debug, Default)]
-pub struct MessageBuffer {
+pub struct PacedMessageBuffer {
     /// First bytes of an incomplete message.
     partial_message: Vec<u8>,
 }
 
-impl MessageBuffer {
+impl PacedMessageBuffer {
     /// Appends received bytes, and calls `on_message` with each message that is now complete.
     pub fn for_each_message<M: FromBytes>(&mut self, mut bytes: &[u8], mut on_message: impl FnMut(M)) {
         if !self.partial_message.is_empty() {
-            let missing_bytes = (MESSAGE_BYTES - self.partial_message.len()).min(bytes.len());
+            let missing_bytes = (PACED_MESSAGE_BYTES - self.partial_message.len()).min(bytes.len());
             self.partial_message.extend_from_slice(&bytes[..missing_bytes]);
             bytes = &bytes[missing_bytes..];
-            if self.partial_message.len() < MESSAGE_BYTES {
+            if self.partial_message.len() < PACED_MESSAGE_BYTES {
                 return;
             }
             on_message(parse_message(&self.partial_message));
             self.partial_message.clear();
         }
-        let whole_messages = bytes.chunks_exact(MESSAGE_BYTES);
+        let whole_messages = bytes.chunks_exact(PACED_MESSAGE_BYTES);
         self.partial_message.extend_from_slice(whole_messages.remainder());
         whole_messages.for_each(|message| on_message(parse_message(message)));
     }
@@ -74,7 +74,7 @@ mod tests {
             (0..5).map(|id| PacedRequest { service_us: (id * 7).into(), id: id.into() }).collect();
         let sent_bytes: Vec<u8> = sent_requests.iter().flat_map(|request| request.as_bytes().to_vec()).collect();
         for piece_bytes in 1..=sent_bytes.len() {
-            let (mut message_buffer, mut received_requests) = (MessageBuffer::default(), Vec::new());
+            let (mut message_buffer, mut received_requests) = (PacedMessageBuffer::default(), Vec::new());
             sent_bytes.chunks(piece_bytes).for_each(|bytes| {
                 message_buffer.for_each_message(bytes, |request: PacedRequest| received_requests.push(request))
             });

@@ -16,7 +16,7 @@ use crate::event_loop::now_ns;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceivedBytes {
     /// Number of bytes written to the buffer, or 0 at the end of a stream.
-    pub length: usize,
+    pub received_byte_count: usize,
     /// Time when the kernel received the bytes (CLOCK_MONOTONIC, ns). On a stream, this is the last segment's time.
     pub arrived_ns: u64,
     /// Address of the sender, or `None` on a stream.
@@ -57,7 +57,7 @@ impl TimestampedReceiver {
             }
         }
         Ok(ReceivedBytes {
-            length: message.bytes,
+            received_byte_count: message.bytes,
             arrived_ns: arrival_time.map_or_else(now_ns, realtime_to_monotonic_ns),
             sender: message.address.as_ref().and_then(to_socket_address),
             is_truncated: message.flags.contains(MsgFlags::MSG_TRUNC),
@@ -73,9 +73,9 @@ fn to_socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
 /// Converts a past time of CLOCK_REALTIME, such as a kernel time stamp, to CLOCK_MONOTONIC. The packet's age is
 /// computed at once, so that a step of the clock (by NTP) only affects packets in transit at that time.
 fn realtime_to_monotonic_ns(realtime: TimeSpec) -> u64 {
-    let to_ns = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
+    let timespec_to_ns = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
     let realtime_now = clock_gettime(ClockId::CLOCK_REALTIME).expect("every kernel has this clock");
-    now_ns().saturating_sub(to_ns(realtime_now).saturating_sub(to_ns(realtime)))
+    now_ns().saturating_sub(timespec_to_ns(realtime_now).saturating_sub(timespec_to_ns(realtime)))
 }
 
 #[cfg(test)]
@@ -104,7 +104,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(300));
         let mut buffer = [0; 3];
         let received_bytes = TimestampedReceiver::default().receive(receiver, &mut buffer).unwrap();
-        assert_eq!((received_bytes.length, received_bytes.is_truncated), (3, true));
+        assert_eq!((received_bytes.received_byte_count, received_bytes.is_truncated), (3, true));
         assert_eq!(received_bytes.sender, Some(sender.local_addr().unwrap()));
         // The tolerance allows the machine to pause between the reads of the two clocks.
         let tolerance_ns = 100_000_000;

@@ -1,16 +1,16 @@
 //! Report of a load generator's run, for people and for programs.
 
-use coreward_sim::output::Printable;
+use coreward_sim::output::PrintableResult;
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use crate::request_type::RequestType;
-use crate::results::{ClassResults, Results};
-use crate::transport::{TransportErrorCounts, Worker};
+use crate::results::{LoadRunResults, RequestClassResults};
+use crate::transport::{AnsweringWorker, TransportErrorCounts};
 
 /// Percentiles of measured times (us), which are `None` if nothing was measured.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Latency {
+pub struct LatencyPercentiles {
     pub p50: Option<f64>,
     pub p90: Option<f64>,
     pub p99: Option<f64>,
@@ -18,22 +18,22 @@ pub struct Latency {
     pub max: Option<f64>,
 }
 
-impl From<&Histogram<u64>> for Latency {
+impl From<&Histogram<u64>> for LatencyPercentiles {
     fn from(histogram: &Histogram<u64>) -> Self {
-        let to_us = |nanoseconds: u64| (!histogram.is_empty()).then_some(nanoseconds as f64 / 1e3);
-        let quantile_us = |quantile| to_us(histogram.value_at_quantile(quantile));
+        let nanoseconds_to_us = |nanoseconds: u64| (!histogram.is_empty()).then_some(nanoseconds as f64 / 1e3);
+        let quantile_us = |quantile| nanoseconds_to_us(histogram.value_at_quantile(quantile));
         Self {
             p50: quantile_us(0.5),
             p90: quantile_us(0.9),
             p99: quantile_us(0.99),
             p999: quantile_us(0.999),
-            max: to_us(histogram.max()),
+            max: nanoseconds_to_us(histogram.max()),
         }
     }
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct ClassReport {
+pub struct RequestClassReport {
     pub class: RequestType,
     /// Number of requests that were due in the measured time.
     pub requests: u64,
@@ -44,14 +44,14 @@ pub struct ClassReport {
     /// Number of responses that arrived in the measured time.
     pub arrived: u64,
     /// Percentiles of the time from a request's due time to its response (us).
-    pub latency_us: Latency,
+    pub latency_us: LatencyPercentiles,
 }
 
 /// Number of requests that one worker has answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerReport {
     #[serde(flatten)]
-    pub worker: Worker,
+    pub worker: AnsweringWorker,
     /// Number of measured requests that the worker answered.
     pub completed: u64,
 }
@@ -59,7 +59,7 @@ pub struct WorkerReport {
 /// Report of a load generator's run. Only `measure` and `workers` include the measuring stream (see the option
 /// `--measure`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Report {
+pub struct LoadRunReport {
     /// Number of requests that were due per second.
     pub offered_rps: f64,
     /// Number of responses that arrived per second of the measured time.
@@ -67,18 +67,18 @@ pub struct Report {
     /// Number of requests that were due in the measured time, and not answered before the time-out.
     pub lost: u64,
     /// Percentiles of the time from an answered request's due time to its response (us).
-    pub latency_us: Latency,
+    pub latency_us: LatencyPercentiles,
     /// Length of the measured time (s).
     pub seconds: f64,
     /// Number of requests that were due in the measured time.
     pub requests: u64,
     /// Number of measured requests that were answered before the time-out.
     pub completed: u64,
-    pub classes: Vec<ClassReport>,
-    pub measure: Option<ClassReport>,
+    pub classes: Vec<RequestClassReport>,
+    pub measure: Option<RequestClassReport>,
     /// Percentiles of the time from a request's due time to its sending (us). If they are much more than the latencies
     /// of interest, the machine was too busy.
-    pub lateness_us: Latency,
+    pub lateness_us: LatencyPercentiles,
     /// Number of requests that each worker answered, including those of the measuring stream.
     pub workers: Vec<WorkerReport>,
     /// Number of responses that repeat an earlier one.
@@ -91,39 +91,42 @@ pub struct Report {
     pub transport_errors: TransportErrorCounts,
 }
 
-impl Report {
+impl LoadRunReport {
     /// Creates a report from `results`. Its classes are `load_types`, followed by `measured_type` if the run has a
     /// measuring stream.
-    pub fn new(results: &Results, load_types: &[RequestType], measured_type: Option<RequestType>) -> Self {
-        let class_report = |(class_results, class): (&ClassResults, &RequestType)| ClassReport {
+    pub fn new(results: &LoadRunResults, load_types: &[RequestType], measured_type: Option<RequestType>) -> Self {
+        let build_class_report = |(class_results, class): (&RequestClassResults, &RequestType)| RequestClassReport {
             class: *class,
             requests: class_results.request_count,
             completed: class_results.completed_count,
             lost: class_results.lost_count,
             arrived: class_results.arrived_response_count,
-            latency_us: Latency::from(&class_results.latency_ns),
+            latency_us: LatencyPercentiles::from(&class_results.latency_ns),
         };
         let (load_results, measured_results) = results.classes.split_at(load_types.len());
         let seconds = (results.measured_window_ns.end - results.measured_window_ns.start) as f64 / 1e9;
-        let sum_over_load_classes = |to_count: fn(&ClassResults) -> u64| load_results.iter().map(to_count).sum::<u64>();
+        let sum_over_load_classes =
+            |to_count: fn(&RequestClassResults) -> u64| load_results.iter().map(to_count).sum::<u64>();
         let mut load_latency_ns = results.lateness_ns.clone();
         load_latency_ns.reset();
         load_results
             .iter()
             .for_each(|class_results| load_latency_ns.add(&class_results.latency_ns).expect("made alike"));
-        let worker_report =
-            |(worker, completed_count): (&Worker, &u64)| WorkerReport { worker: *worker, completed: *completed_count };
+        let worker_report = |(worker, completed_count): (&AnsweringWorker, &u64)| WorkerReport {
+            worker: *worker,
+            completed: *completed_count,
+        };
         Self {
             offered_rps: sum_over_load_classes(|class| class.request_count) as f64 / seconds,
             completed_rps: sum_over_load_classes(|class| class.arrived_response_count) as f64 / seconds,
             lost: sum_over_load_classes(|class| class.lost_count),
-            latency_us: Latency::from(&load_latency_ns),
+            latency_us: LatencyPercentiles::from(&load_latency_ns),
             seconds,
             requests: sum_over_load_classes(|class| class.request_count),
             completed: sum_over_load_classes(|class| class.completed_count),
-            classes: load_results.iter().zip(load_types).map(class_report).collect(),
-            measure: measured_results.iter().zip(&measured_type).map(class_report).next(),
-            lateness_us: Latency::from(&results.lateness_ns),
+            classes: load_results.iter().zip(load_types).map(build_class_report).collect(),
+            measure: measured_results.iter().zip(&measured_type).map(build_class_report).next(),
+            lateness_us: LatencyPercentiles::from(&results.lateness_ns),
             workers: results.answers_by_worker.iter().map(worker_report).collect(),
             duplicate_responses: results.duplicate_responses,
             late_responses: results.late_responses,
@@ -133,24 +136,25 @@ impl Report {
     }
 }
 
-impl Printable for Report {
-    fn columns(&self) -> Vec<&'static str> {
+impl PrintableResult for LoadRunReport {
+    fn column_titles(&self) -> Vec<&'static str> {
         vec!["class", "requests", "completed", "lost", "p50 us", "p90 us", "p99 us", "p99.9 us", "max us"]
     }
 
-    fn rows(&self) -> Vec<Vec<String>> {
-        let class_row = |name: String, class: &ClassReport| {
+    fn table_rows(&self) -> Vec<Vec<String>> {
+        let format_class_row = |name: String, class: &RequestClassReport| {
             format_row(name, [class.requests, class.completed, class.lost], class.latency_us)
         };
-        let mut rows: Vec<_> = self.classes.iter().map(|class| class_row(class.class.to_string(), class)).collect();
+        let mut rows: Vec<_> =
+            self.classes.iter().map(|class| format_class_row(class.class.to_string(), class)).collect();
         if self.classes.len() > 1 {
             rows.push(format_row("all".to_owned(), [self.requests, self.completed, self.lost], self.latency_us));
         }
-        rows.extend(self.measure.iter().map(|class| class_row(format!("{} (measuring)", class.class), class)));
+        rows.extend(self.measure.iter().map(|class| format_class_row(format!("{} (measuring)", class.class), class)));
         rows
     }
 
-    fn remarks(&self) -> Vec<String> {
+    fn table_remarks(&self) -> Vec<String> {
         let (offered_rps, completed_rps, lateness_us) = (self.offered_rps, self.completed_rps, self.lateness_us);
         let mut remarks = vec![
             format!(
@@ -164,10 +168,10 @@ impl Printable for Report {
             ),
         ];
         if !self.workers.is_empty() {
-            let worker_text = |worker_report: &WorkerReport| {
+            let format_worker_report = |worker_report: &WorkerReport| {
                 format!("{}/{}: {}", worker_report.worker.server, worker_report.worker.worker, worker_report.completed)
             };
-            let workers: Vec<String> = self.workers.iter().map(worker_text).collect();
+            let workers: Vec<String> = self.workers.iter().map(format_worker_report).collect();
             remarks.push(format!("Answered by server/worker: {}.", workers.join(", ")));
         }
         let irregular_counts = [
@@ -190,7 +194,7 @@ impl Printable for Report {
     }
 }
 
-fn format_row(name: String, [requests, completed, lost]: [u64; 3], latency: Latency) -> Vec<String> {
+fn format_row(name: String, [requests, completed, lost]: [u64; 3], latency: LatencyPercentiles) -> Vec<String> {
     let count_cells = [requests, completed, lost].map(|count| count.to_string());
     let latency_cells = [latency.p50, latency.p90, latency.p99, latency.p999, latency.max].map(format_latency_us);
     std::iter::once(name).chain(count_cells).chain(latency_cells).collect()
@@ -207,13 +211,13 @@ mod tests {
 
     #[test]
     fn report_is_deserialized_from_json_without_loss() {
-        let mut results = Results::new(2, 0..1_000_000_000, false).unwrap();
+        let mut results = LoadRunResults::new(2, 0..1_000_000_000, false).unwrap();
         let sent_request = SentRequest { due_ns: 1_000, class_index: 0 };
         results.record_sent_request(sent_request, 2_000);
-        results.record_answer(sent_request, 9_000, Some(Worker { server: 3, worker: 1 }));
+        results.record_answer(sent_request, 9_000, Some(AnsweringWorker { server: 3, worker: 1 }));
         results.transport_errors.failed = 7;
-        let report = Report::new(&results, &[RequestType::GET, RequestType::scan(18).unwrap()], None);
+        let report = LoadRunReport::new(&results, &[RequestType::GET, RequestType::with_scan_pairs(18).unwrap()], None);
         let report_json = serde_json::to_string(&report).unwrap();
-        assert_eq!(serde_json::from_str::<Report>(&report_json).unwrap(), report);
+        assert_eq!(serde_json::from_str::<LoadRunReport>(&report_json).unwrap(), report);
     }
 }

@@ -30,7 +30,7 @@ const FIRST_WORK_BYTE: u8 = 16;
 /// Maximum number of key-value pairs that a SCAN can request.
 pub const MAX_SCAN_PAIRS: u8 = 127;
 const SCAN_BYTE_OFFSET: u8 = 128;
-/// Number of classes that [`RequestType::work`] distinguishes.
+/// Number of classes that [`RequestType::with_work_class`] distinguishes.
 pub const WORK_CLASS_COUNT: u8 = 16;
 
 impl RequestType {
@@ -41,13 +41,13 @@ impl RequestType {
 
     /// Returns the type of a SCAN that requests `pairs` key-value pairs. Returns `None` unless `pairs` is 1 to
     /// [`MAX_SCAN_PAIRS`].
-    pub const fn scan(pairs: u8) -> Option<Self> {
+    pub const fn with_scan_pairs(pairs: u8) -> Option<Self> {
         if pairs >= 1 && pairs <= MAX_SCAN_PAIRS { Some(Self(SCAN_BYTE_OFFSET + pairs)) } else { None }
     }
 
     /// Returns the type of requests that have no data and only take service time, for a class below
     /// [`WORK_CLASS_COUNT`]. Returns `None` for other classes.
-    pub const fn work(class: u8) -> Option<Self> {
+    pub const fn with_work_class(class: u8) -> Option<Self> {
         if class < WORK_CLASS_COUNT { Some(Self(FIRST_WORK_BYTE + class)) } else { None }
     }
 
@@ -92,8 +92,8 @@ impl FromStr for RequestType {
             "GET" => Some(Self::GET),
             "PUT" => Some(Self::PUT),
             _ => parse_number_after("SCAN")
-                .and_then(Self::scan)
-                .or_else(|| parse_number_after("WORK").and_then(Self::work)),
+                .and_then(Self::with_scan_pairs)
+                .or_else(|| parse_number_after("WORK").and_then(Self::with_work_class)),
         };
         request_type.ok_or_else(|| RequestTypeError::UnknownName(name.to_owned()))
     }
@@ -123,7 +123,7 @@ impl<'de> Deserialize<'de> for RequestType {
 }
 
 const fn scan_request(pairs: u8) -> RequestType {
-    RequestType::scan(pairs).expect("1 to 127")
+    RequestType::with_scan_pairs(pairs).expect("1 to 127")
 }
 
 /// Average service time of each query type (ns), as Turbo measured it for the key-value store Masstree (Seyedroudbari
@@ -195,11 +195,11 @@ impl FromStr for ServiceTimesByType {
                 .split_once('=')
                 .ok_or_else(|| ServiceTimesError::MissingTime(type_and_time.to_owned()))?;
             let request_type: RequestType = name.parse()?;
-            let invalid_time = || ServiceTimesError::InvalidTime { request_type, given: time.to_owned() };
-            let microseconds: f64 = time.parse().map_err(|_| invalid_time())?;
+            let build_time_error = || ServiceTimesError::InvalidTime { request_type, given: time.to_owned() };
+            let microseconds: f64 = time.parse().map_err(|_| build_time_error())?;
             let nanoseconds = microseconds * 1e3;
             if !(0.0..=f64::from(u32::MAX)).contains(&nanoseconds) {
-                return Err(invalid_time());
+                return Err(build_time_error());
             }
             service_times_ns.insert(request_type, nanoseconds as u32);
         }
@@ -243,16 +243,16 @@ mod tests {
             [combined_times.get_ns(RequestType::GET), combined_times.get_ns(RequestType::PUT)],
             [Some(500), Some(270_000)]
         );
-        assert_eq!(combined_times.get_ns(RequestType::work(3).unwrap()), Some(20_000));
+        assert_eq!(combined_times.get_ns(RequestType::with_work_class(3).unwrap()), Some(20_000));
     }
 
     #[test]
     fn invalid_service_times_are_rejected_with_their_reason() {
-        let parse_error = |text: &str| text.parse::<ServiceTimesByType>().unwrap_err().to_string();
-        assert!(parse_error("GET").contains("\"GET\": expected TYPE=MICROSECONDS"));
-        assert!(parse_error("GOT=1").contains("\"GOT\": expected GET, PUT"));
-        assert!(parse_error("PUT=-1").contains("service time of PUT: \"-1\": expected microseconds"));
-        assert!(parse_error("PUT=NaN").contains("NaN"));
+        let expect_parse_error = |text: &str| text.parse::<ServiceTimesByType>().unwrap_err().to_string();
+        assert!(expect_parse_error("GET").contains("\"GET\": expected TYPE=MICROSECONDS"));
+        assert!(expect_parse_error("GOT=1").contains("\"GOT\": expected GET, PUT"));
+        assert!(expect_parse_error("PUT=-1").contains("service time of PUT: \"-1\": expected microseconds"));
+        assert!(expect_parse_error("PUT=NaN").contains("NaN"));
         assert!(ServiceTimesByType::multiples_of_turbo(f64::NAN).unwrap_err().to_string().contains("multiplier NaN"));
     }
 }

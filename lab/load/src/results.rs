@@ -6,11 +6,11 @@ use std::ops::Range;
 use hdrhistogram::Histogram;
 
 use crate::outstanding::SentRequest;
-use crate::transport::{TransportErrorCounts, Worker};
+use crate::transport::{AnsweringWorker, TransportErrorCounts};
 
 /// Results of the requests in one class.
 #[derive(Debug)]
-pub struct ClassResults {
+pub struct RequestClassResults {
     /// Number of requests that were due in the measured time.
     pub request_count: u64,
     /// Number of measured requests that were answered before the time-out.
@@ -24,14 +24,14 @@ pub struct ClassResults {
 }
 
 #[derive(Debug)]
-pub struct Results {
+pub struct LoadRunResults {
     /// Start and end of the measured time (CLOCK_MONOTONIC, ns).
     pub measured_window_ns: Range<u64>,
-    pub classes: Vec<ClassResults>,
+    pub classes: Vec<RequestClassResults>,
     /// Histogram of the times from requests' due times to their sending (ns).
     pub lateness_ns: Histogram<u64>,
     /// Number of measured requests that each worker answered.
-    pub answers_by_worker: BTreeMap<Worker, u64>,
+    pub answers_by_worker: BTreeMap<AnsweringWorker, u64>,
     /// Number of responses that repeat an earlier one.
     pub duplicate_responses: u64,
     /// Number of responses that arrived after the time-out.
@@ -51,13 +51,13 @@ fn new_time_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(600_000_000_000, 3)?)
 }
 
-impl Results {
+impl LoadRunResults {
     /// Creates empty results. If `records_intervals` is true, latencies are also recorded by interval. Fails when
     /// memory is short.
     pub fn new(class_count: usize, measured_window_ns: Range<u64>, records_intervals: bool) -> anyhow::Result<Self> {
-        let empty_class = |_| {
+        let build_empty_class = |_| {
             let latency_ns = new_time_histogram()?;
-            Ok(ClassResults {
+            Ok(RequestClassResults {
                 request_count: 0,
                 completed_count: 0,
                 lost_count: 0,
@@ -67,7 +67,7 @@ impl Results {
         };
         Ok(Self {
             measured_window_ns,
-            classes: (0..class_count).map(empty_class).collect::<anyhow::Result<_>>()?,
+            classes: (0..class_count).map(build_empty_class).collect::<anyhow::Result<_>>()?,
             lateness_ns: new_time_histogram()?,
             answers_by_worker: BTreeMap::new(),
             duplicate_responses: 0,
@@ -87,23 +87,28 @@ impl Results {
     }
 
     /// Returns the histogram of each class's latencies since it was last reset.
-    pub fn interval_latencies(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
+    pub fn interval_latency_histograms(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
         self.interval_latencies_ns.iter_mut()
     }
 
     pub(crate) fn record_sent_request(&mut self, sent_request: SentRequest, now_ns: u64) {
-        if let Some(class) = self.measured_class_mut(sent_request) {
+        if let Some(class) = self.measured_class_results_mut(sent_request) {
             class.request_count += 1;
             self.lateness_ns.saturating_record(now_ns.saturating_sub(sent_request.due_ns));
         }
     }
 
-    pub(crate) fn record_answer(&mut self, sent_request: SentRequest, arrived_ns: u64, worker: Option<Worker>) {
+    pub(crate) fn record_answer(
+        &mut self,
+        sent_request: SentRequest,
+        arrived_ns: u64,
+        worker: Option<AnsweringWorker>,
+    ) {
         if self.measured_window_ns.contains(&arrived_ns) {
             self.classes[usize::from(sent_request.class_index)].arrived_response_count += 1;
         }
         let latency_ns = arrived_ns.saturating_sub(sent_request.due_ns);
-        if let Some(class) = self.measured_class_mut(sent_request) {
+        if let Some(class) = self.measured_class_results_mut(sent_request) {
             class.completed_count += 1;
             class.latency_ns.saturating_record(latency_ns);
             if let Some(interval_latency_ns) = self.interval_latencies_ns.get_mut(usize::from(sent_request.class_index))
@@ -117,12 +122,12 @@ impl Results {
     }
 
     pub(crate) fn record_lost_request(&mut self, sent_request: SentRequest) {
-        if let Some(class) = self.measured_class_mut(sent_request) {
+        if let Some(class) = self.measured_class_results_mut(sent_request) {
             class.lost_count += 1;
         }
     }
 
-    fn measured_class_mut(&mut self, sent_request: SentRequest) -> Option<&mut ClassResults> {
+    fn measured_class_results_mut(&mut self, sent_request: SentRequest) -> Option<&mut RequestClassResults> {
         self.measured_window_ns
             .contains(&sent_request.due_ns)
             .then(|| &mut self.classes[usize::from(sent_request.class_index)])

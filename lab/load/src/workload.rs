@@ -4,8 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use coreward_model::rss::seeded_rng;
-use coreward_sim::random::uniform_unit;
-use coreward_sim::rpc::ticks::to_units;
+use coreward_sim::random::draw_uniform_unit;
+use coreward_sim::rpc::ticks::ticks_to_units;
 use coreward_sim::rpc::{ServiceTimeDistribution, ServiceTimeError, ServiceTimeSampler};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
@@ -14,7 +14,7 @@ use crate::request_type::{RequestType, RequestTypeError, ServiceTimesByType, WOR
 /// Class, type and service time of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestParameters {
-    /// Index of the request's type in [`Workload::request_types`].
+    /// Index of the request's type in [`RequestWorkload::request_types`].
     pub class_index: u8,
     pub request_type: RequestType,
     /// Service time that the request asks for (ns), or 0 if the server chooses it.
@@ -26,7 +26,7 @@ pub struct RequestParameters {
 pub struct RequestMix(Vec<(RequestType, f64)>);
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum MixError {
+pub enum RequestMixError {
     #[error("mix {0:?}: expected TYPE=SHARE,..., as in GET=0.9,SCAN46=0.1, or turbo-7a, turbo-7b, turbo-7c, turbo-7d")]
     UnknownMix(String),
     #[error(transparent)]
@@ -46,39 +46,40 @@ pub enum MixError {
 /// distributions in its Sect. VII-A. There, 10 % of requests take five times as long, and 40 % ten times as long. Mix
 /// (d) is trimodal with a mean of 9.2 us, so it has a third each of GET, SCAN46 and SCAN105. The scenarios turbo-7a to
 /// turbo-7d simulate the same mixes.
-const MIX_PRESETS: [(&str, &str); 4] = [
+const REQUEST_MIX_PRESETS: [(&str, &str); 4] = [
     ("turbo-7a", "GET=0.5,PUT=0.5"),
     ("turbo-7b", "GET=0.9,SCAN18=0.1"),
     ("turbo-7c", "GET=0.6,SCAN46=0.4"),
     ("turbo-7d", "GET=0.34,SCAN46=0.33,SCAN105=0.33"),
 ];
 
-const MAX_CLASSES: usize = 16;
+const MAX_REQUEST_CLASSES: usize = 16;
 
 impl FromStr for RequestMix {
-    type Err = MixError;
+    type Err = RequestMixError;
 
-    fn from_str(input: &str) -> Result<Self, MixError> {
-        let preset = MIX_PRESETS.iter().find(|(name, _)| *name == input);
+    fn from_str(input: &str) -> Result<Self, RequestMixError> {
+        let preset = REQUEST_MIX_PRESETS.iter().find(|(name, _)| *name == input);
         let mix_text = preset.map_or(input, |(_, text)| text);
         let mut type_shares = Vec::new();
         for type_and_share in mix_text.split(',') {
-            let (name, share) = type_and_share.split_once('=').ok_or_else(|| MixError::UnknownMix(input.to_owned()))?;
+            let (name, share) =
+                type_and_share.split_once('=').ok_or_else(|| RequestMixError::UnknownMix(input.to_owned()))?;
             let request_type: RequestType = name.parse()?;
             if type_shares.iter().any(|(listed_type, _)| *listed_type == request_type) {
-                return Err(MixError::DuplicateType(request_type));
+                return Err(RequestMixError::DuplicateType(request_type));
             }
             let share_number = share.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
             let share_number =
-                share_number.ok_or_else(|| MixError::InvalidShare { request_type, given: share.to_owned() })?;
+                share_number.ok_or_else(|| RequestMixError::InvalidShare { request_type, given: share.to_owned() })?;
             type_shares.push((request_type, share_number));
         }
         let sum_of_shares: f64 = type_shares.iter().map(|(_, share)| share).sum();
         if (sum_of_shares - 1.0).abs() > 1e-6 {
-            return Err(MixError::WrongShareSum(sum_of_shares));
+            return Err(RequestMixError::WrongShareSum(sum_of_shares));
         }
-        if type_shares.len() > MAX_CLASSES {
-            return Err(MixError::TooManyTypes(type_shares.len()));
+        if type_shares.len() > MAX_REQUEST_CLASSES {
+            return Err(RequestMixError::TooManyTypes(type_shares.len()));
         }
         Ok(Self(type_shares))
     }
@@ -90,9 +91,9 @@ impl RequestMix {
         &self.0
     }
 
-    /// Returns the shortest time in [`TURBO_SERVICE_NS`] among the mix's types (us), or `None` if a type is not listed
-    /// there.
-    pub fn unit_us(&self) -> Option<f64> {
+    /// Returns the shortest time in [`TURBO_SERVICE_NS`](crate::request_type::TURBO_SERVICE_NS) among the mix's types
+    /// (us), or `None` if a type is not listed there.
+    pub fn shortest_turbo_time_us(&self) -> Option<f64> {
         let turbo_times = ServiceTimesByType::multiples_of_turbo(1.0).ok()?;
         let times: Option<Vec<u32>> =
             self.0.iter().map(|(request_type, _)| turbo_times.get_ns(*request_type)).collect();
@@ -112,7 +113,7 @@ impl fmt::Display for RequestMix {
 
 /// Distribution of service times, written like `exp:3` with a mean in microseconds, or as for `coreward-lab sim rpc`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ServiceDistribution {
+pub struct ScaledServiceTimeDistribution {
     unit_distribution: ServiceTimeDistribution,
     /// Time that one unit of the distribution takes (us), which is the shortest class's service time, or the mean.
     unit_us: f64,
@@ -124,7 +125,7 @@ pub struct ServiceDistribution {
 const RINGLEADER_DISTRIBUTIONS: [(&str, &str, f64); 2] =
     [("ringleader-bimodal", "bimodal:0.05:20", 5.0), ("ringleader-high-bimodal", "bimodal:0.01:33.333333", 3.0)];
 
-impl FromStr for ServiceDistribution {
+impl FromStr for ScaledServiceTimeDistribution {
     type Err = ServiceTimeError;
 
     fn from_str(input: &str) -> Result<Self, ServiceTimeError> {
@@ -144,15 +145,15 @@ impl FromStr for ServiceDistribution {
     }
 }
 
-impl fmt::Display for ServiceDistribution {
+impl fmt::Display for ScaledServiceTimeDistribution {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} x {} us", self.unit_distribution, self.unit_us)
     }
 }
 
-impl ServiceDistribution {
+impl ScaledServiceTimeDistribution {
     /// Returns the mean service time without any multiplier (us).
-    pub fn mean_us(&self) -> f64 {
+    pub fn mean_service_us(&self) -> f64 {
         self.unit_distribution.mean() * self.unit_us
     }
 }
@@ -166,22 +167,22 @@ enum RequestSampler {
 }
 
 #[derive(Debug, Clone)]
-pub struct Workload {
+pub struct RequestWorkload {
     sampler: RequestSampler,
     request_types: Vec<RequestType>,
     rng: Xoshiro256PlusPlus,
 }
 
-impl Workload {
+impl RequestWorkload {
     /// Creates a workload with the request types of `mix`. The server chooses the service times of types that are not
     /// in `service_times`.
     pub fn from_mix(mix: &RequestMix, service_times: &ServiceTimesByType, seed: u64, rng_stream: u64) -> Self {
         let mut cumulative_share = 0.0;
-        let mut mix_entry = |(request_type, share): &(RequestType, f64)| {
+        let mut build_mix_entry = |(request_type, share): &(RequestType, f64)| {
             cumulative_share += share;
             (*request_type, cumulative_share, service_times.get_ns(*request_type).unwrap_or(0))
         };
-        let mut mix_entries: Vec<_> = mix.0.iter().map(&mut mix_entry).collect();
+        let mut mix_entries: Vec<_> = mix.0.iter().map(&mut build_mix_entry).collect();
         // The shares may add up to a little less than 1, so the last type takes the rest.
         mix_entries.last_mut().expect("a mix has a type").1 = f64::INFINITY;
         let request_types = mix.0.iter().map(|(request_type, _)| *request_type).collect();
@@ -189,14 +190,20 @@ impl Workload {
     }
 
     /// Creates a workload whose service times follow a distribution, multiplied by `multiplier`. Each class of the
-    /// distribution is a type of [`RequestType::work`].
-    pub fn from_service_times(distribution: &ServiceDistribution, multiplier: f64, seed: u64, rng_stream: u64) -> Self {
+    /// distribution is a type of [`RequestType::with_work_class`].
+    pub fn from_service_times(
+        distribution: &ScaledServiceTimeDistribution,
+        multiplier: f64,
+        seed: u64,
+        rng_stream: u64,
+    ) -> Self {
         let unit_ns = distribution.unit_us * 1e3 * multiplier;
-        let class_count = distribution.unit_distribution.class_times().len().min(WORK_CLASS_COUNT.into());
-        let request_types =
-            (0..class_count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASS_COUNT")).collect();
+        let class_count = distribution.unit_distribution.class_service_times().len().min(WORK_CLASS_COUNT.into());
+        let request_types = (0..class_count as u8)
+            .map(|class| RequestType::with_work_class(class).expect("below WORK_CLASS_COUNT"))
+            .collect();
         Self {
-            sampler: RequestSampler::ServiceTimeDistribution(distribution.unit_distribution.sampler(), unit_ns),
+            sampler: RequestSampler::ServiceTimeDistribution(distribution.unit_distribution.build_sampler(), unit_ns),
             request_types,
             rng: seeded_rng(seed, rng_stream),
         }
@@ -210,7 +217,9 @@ impl Workload {
                 entries.truncate(1);
                 entries[0].1 = f64::INFINITY;
             }
-            RequestSampler::ServiceTimeDistribution(sampler, _) => *sampler = ServiceTimeDistribution::Fixed.sampler(),
+            RequestSampler::ServiceTimeDistribution(sampler, _) => {
+                *sampler = ServiceTimeDistribution::Fixed.build_sampler()
+            }
         }
         self.request_types.truncate(1);
         self
@@ -224,7 +233,7 @@ impl Workload {
     pub fn next_request(&mut self) -> RequestParameters {
         match &self.sampler {
             RequestSampler::Mix(entries) => {
-                let uniform_sample = uniform_unit(&mut self.rng);
+                let uniform_sample = draw_uniform_unit(&mut self.rng);
                 let class_index = entries
                     .iter()
                     .position(|(_, cumulative_share, _)| uniform_sample < *cumulative_share)
@@ -233,9 +242,9 @@ impl Workload {
                 RequestParameters { class_index: class_index as u8, request_type, service_ns }
             }
             RequestSampler::ServiceTimeDistribution(sampler, unit_ns) => {
-                let (class, service_ticks) = sampler.sample(&mut self.rng);
+                let (class, service_ticks) = sampler.sample_class_and_time(&mut self.rng);
                 // The minimum is 1, because 0 lets the server choose the time. `as` limits longer times to 4.3 s.
-                let service_ns = ((to_units(service_ticks) * unit_ns) as u32).max(1);
+                let service_ns = ((ticks_to_units(service_ticks) * unit_ns) as u32).max(1);
                 RequestParameters {
                     class_index: class,
                     request_type: self.request_types[usize::from(class)],
@@ -252,8 +261,8 @@ mod tests {
 
     use super::*;
 
-    fn sampled_mean_us(service: &str) -> f64 {
-        let mut workload = Workload::from_service_times(&service.parse().unwrap(), 100.0, 1, 2);
+    fn sampled_mean_service_us(service: &str) -> f64 {
+        let mut workload = RequestWorkload::from_service_times(&service.parse().unwrap(), 100.0, 1, 2);
         let request_count = 200_000;
         (0..request_count).map(|_| f64::from(workload.next_request().service_ns) / 1e5).sum::<f64>()
             / f64::from(request_count)
@@ -262,10 +271,10 @@ mod tests {
     #[test]
     fn sampled_ringleader_service_times_have_the_published_means() {
         for (name, mean) in [("exp:3", 3.0), ("ringleader-bimodal", 9.75), ("ringleader-high-bimodal", 3.97)] {
-            let sampled_mean = sampled_mean_us(name);
+            let sampled_mean = sampled_mean_service_us(name);
             // The tolerance is three standard errors, which are 0.05 us each for 200,000 draws.
             assert!((sampled_mean - mean).abs() < 0.15, "{name}: {sampled_mean} us");
-            assert!((name.parse::<ServiceDistribution>().unwrap().mean_us() - mean).abs() < 1e-6);
+            assert!((name.parse::<ScaledServiceTimeDistribution>().unwrap().mean_service_us() - mean).abs() < 1e-6);
         }
     }
 
@@ -273,7 +282,7 @@ mod tests {
     fn sampled_turbo_mixes_have_the_published_mean_service_times() {
         let turbo_times = ServiceTimesByType::multiples_of_turbo(1.0).unwrap();
         for (name, mean_us) in [("turbo-7a", 1.1625), ("turbo-7b", 1.3475), ("turbo-7c", 4.257), ("turbo-7d", 9.2019)] {
-            let mut workload = Workload::from_mix(&name.parse().unwrap(), &turbo_times, 3, 4);
+            let mut workload = RequestWorkload::from_mix(&name.parse().unwrap(), &turbo_times, 3, 4);
             let request_count = 100_000;
             let sum_us: f64 = (0..request_count).map(|_| f64::from(workload.next_request().service_ns) / 1e3).sum();
             assert!(
@@ -286,22 +295,23 @@ mod tests {
 
     #[test]
     fn classes_of_a_service_time_distribution_are_separate_request_types() {
-        let workload = Workload::from_service_times(&"trimodal:0.1:5:0.01:50".parse().unwrap(), 1.0, 1, 1);
+        let workload = RequestWorkload::from_service_times(&"trimodal:0.1:5:0.01:50".parse().unwrap(), 1.0, 1, 1);
         let names: Vec<String> = workload.request_types().iter().map(RequestType::to_string).collect();
         assert_eq!(names, ["WORK0", "WORK1", "WORK2"]);
     }
 
     #[test]
     fn invalid_mixes_and_distributions_are_rejected_with_their_reason() {
-        let mix_error = |text: &str| text.parse::<RequestMix>().unwrap_err().to_string();
-        assert!(mix_error("turbo-7e").contains("\"turbo-7e\": expected TYPE=SHARE"));
-        assert!(mix_error("GET=0.5").contains("add up to 0.5: expected 1"));
-        assert!(mix_error("GET=0.5,GET=0.5").contains("GET is there twice"));
-        assert!(mix_error("GET=NaN,PUT=1").contains("share of GET: \"NaN\""));
-        assert!(mix_error("SCAN0=1").contains("SCAN0"));
-        let distribution_error = |text: &str| text.parse::<ServiceDistribution>().unwrap_err().to_string();
-        assert!(distribution_error("exp:0").contains("expected exp:MICROSECONDS"));
-        assert!(distribution_error("bimodal:1.5:2").contains("fraction 1.5"));
+        let expect_mix_error = |text: &str| text.parse::<RequestMix>().unwrap_err().to_string();
+        assert!(expect_mix_error("turbo-7e").contains("\"turbo-7e\": expected TYPE=SHARE"));
+        assert!(expect_mix_error("GET=0.5").contains("add up to 0.5: expected 1"));
+        assert!(expect_mix_error("GET=0.5,GET=0.5").contains("GET is there twice"));
+        assert!(expect_mix_error("GET=NaN,PUT=1").contains("share of GET: \"NaN\""));
+        assert!(expect_mix_error("SCAN0=1").contains("SCAN0"));
+        let expect_distribution_error =
+            |text: &str| text.parse::<ScaledServiceTimeDistribution>().unwrap_err().to_string();
+        assert!(expect_distribution_error("exp:0").contains("expected exp:MICROSECONDS"));
+        assert!(expect_distribution_error("bimodal:1.5:2").contains("fraction 1.5"));
     }
 
     proptest! {
@@ -309,11 +319,12 @@ mod tests {
         fn request_types_are_sampled_with_the_shares_of_the_mix(weights in prop::collection::vec(1u32..100, 1..6),
             seed in any::<u64>()) {
             let weight_sum: u32 = weights.iter().sum();
-            let share_of = |weight: &u32| f64::from(*weight) / f64::from(weight_sum);
-            let mix_pair = |(index, weight): (usize, &u32)| format!("SCAN{}={}", index + 1, share_of(weight));
-            let mix_pairs: Vec<String> = weights.iter().enumerate().map(mix_pair).collect();
+            let compute_share = |weight: &u32| f64::from(*weight) / f64::from(weight_sum);
+            let format_mix_pair =
+                |(index, weight): (usize, &u32)| format!("SCAN{}={}", index + 1, compute_share(weight));
+            let mix_pairs: Vec<String> = weights.iter().enumerate().map(format_mix_pair).collect();
             let mix: RequestMix = mix_pairs.join(",").parse().unwrap();
-            let mut workload = Workload::from_mix(&mix, &ServiceTimesByType::default(), seed, 1);
+            let mut workload = RequestWorkload::from_mix(&mix, &ServiceTimesByType::default(), seed, 1);
             let (count, mut drawn_counts) = (20_000, vec![0u32; weights.len()]);
             for _ in 0..count {
                 let parameters = workload.next_request();
@@ -321,7 +332,7 @@ mod tests {
                 prop_assert_eq!(parameters.request_type, workload.request_types()[usize::from(parameters.class_index)]);
             }
             for (weight, drawn_count) in weights.iter().zip(&drawn_counts) {
-                let (expected_share, drawn_share) = (share_of(weight), f64::from(*drawn_count) / f64::from(count));
+                let (expected_share, drawn_share) = (compute_share(weight), f64::from(*drawn_count) / f64::from(count));
                 // The tolerance is six standard deviations, which is exceeded once in 5e8 draws.
                 let standard_deviation = (expected_share * (1.0 - expected_share) / f64::from(count)).sqrt();
                 prop_assert!((drawn_share - expected_share).abs() <= 6.0 * standard_deviation, "{drawn_share} of \

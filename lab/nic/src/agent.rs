@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::guest::Guest;
-use crate::wire::{FLOW_COUNT, IPV4_DESTINATION, IPV6_DESTINATION};
+use crate::wire::{IPV4_DESTINATION, IPV6_DESTINATION, MEASURED_FLOW_COUNT};
 
 /// Maximum time until a daemon is ready. Under emulation, the BPF verifier alone takes seconds.
 pub const DAEMON_START_TIMEOUT: Duration = Duration::from_secs(60);
@@ -18,17 +18,17 @@ pub const DAEMON_START_TIMEOUT: Duration = Duration::from_secs(60);
 const CHANGE_DETECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Id of the server in the fleet document, which seeds the server's balanced indirection table.
-const SERVER_ID: u64 = 4711;
+const FLEET_SERVER_ID: u64 = 4711;
 /// RSS key of the fleet, which is stored in the controller's secret file.
 const FLEET_RSS_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
                          10:32:54:76:98:ba:dc:fe:0f:1e:2d:3c:4b:5a:69:78:87:96:a5:b4";
 
 /// Returns the guest's configuration files, as pairs of name (without leading slash) and content.
-pub fn guest_files() -> [(&'static str, String); 5] {
+pub fn agent_guest_config_files() -> [(&'static str, String); 5] {
     let controller_config = "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nfleet = \"fleet.toml\"\n\
                       rss_key_file = \"rss.key\"\n";
     let fleet_document = format!(
-        "[[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\nid = {SERVER_ID}\n\n\
+        "[[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\nid = {FLEET_SERVER_ID}\n\n\
          [[service]]\nname = \"web\"\nvip = \"{IPV4_DESTINATION}\"\n\n\
          [[service]]\nname = \"web-ipv6\"\nvip = \"{IPV6_DESTINATION}\"\n"
     );
@@ -49,7 +49,7 @@ pub fn guest_files() -> [(&'static str, String); 5] {
 /// that does not show its key does not accept one either.
 pub fn expected_managed_rss(rss_before: &RssConfig, accepts_key: bool, receive_queues: u16) -> Result<RssConfig> {
     let key = if accepts_key { FLEET_RSS_KEY.parse()? } else { rss_before.key.clone() };
-    let table_seed = ServerId::try_from(SERVER_ID)?.get().into();
+    let table_seed = ServerId::try_from(FLEET_SERVER_ID)?.get().into();
     let entry_count = rss_before.indirection_table.entry_count();
     Ok(RssConfig { key, indirection_table: IndirectionTable::balanced(table_seed, entry_count, receive_queues)? })
 }
@@ -77,7 +77,7 @@ pub struct RssWatchOutput {
 pub fn start_rss_agent(guest: &mut Guest) -> Result<()> {
     let limit_seconds = DAEMON_START_TIMEOUT.as_secs();
     guest.run_successfully(&format!(
-        "start rss coreward agent rss --interface eth0 --seconds {limit_seconds} --syns {FLOW_COUNT} --json"
+        "start rss coreward agent rss --interface eth0 --seconds {limit_seconds} --syns {MEASURED_FLOW_COUNT} --json"
     ))?;
     let wait_result = poll_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
         Ok(guest.run_successfully("cat /tmp/rss.out")?.contains("\"nic\"").then_some(()))
@@ -134,8 +134,8 @@ impl ControllerAndAgent {
     /// controller has no counts.
     pub fn fetch_syn_match_counts(&self, guest: &mut Guest) -> Result<(u64, u64)> {
         let server = fetch_only_server_status(guest)?.context("the controller knows no server")?;
-        let counter_value = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
-        Ok((counter_value("rss_matched_syns")?, counter_value("rss_mismatched_syns")?))
+        let read_counter_value = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
+        Ok((read_counter_value("rss_matched_syns")?, read_counter_value("rss_mismatched_syns")?))
     }
 
     /// Waits until the agent has counted `syn_count` more SYNs than in `counts_before`. Returns how many of these

@@ -7,15 +7,15 @@ use anyhow::{Result, anyhow, ensure};
 
 use crate::agent::{self, ControllerAndAgent, RssWatchOutput};
 use crate::forwarding;
-use crate::guest::{Guest, Hardware, NicModel, QUEUE_COUNT};
+use crate::guest::{Guest, GuestHardware, NIC_QUEUE_COUNT, NicModel};
 use crate::initrd;
 use crate::packages::FetchedPackages;
 use crate::rss::{self, RssMeasurement};
 use crate::tally::CheckTally;
-use crate::wire::{FLOW_COUNT, GuestTap, IPV4_DESTINATION};
+use crate::wire::{GuestTap, IPV4_DESTINATION, MEASURED_FLOW_COUNT};
 
 /// Files of the host that all guests need.
-pub struct TestFiles {
+pub struct HostTestFiles {
     /// Fetched packages with QEMU and the kernels.
     pub packages: FetchedPackages,
     /// Path of the tested `coreward` binary.
@@ -31,10 +31,10 @@ pub struct GuestCase {
     pub nic: NicModel,
     /// Additional arguments on the kernel's command line.
     pub kernel_arguments: &'static str,
-    checks: CheckSelection,
+    checks: GuestCheckSelection,
 }
 
-enum CheckSelection {
+enum GuestCheckSelection {
     /// Checks of RSS and of the agent, repeated in each of these settings of the NIC.
     RssSettings(&'static [NicSetting]),
     /// Check of the servers that get new connections while a core forwards packets. The guest has two NICs.
@@ -62,7 +62,7 @@ pub const GUEST_CASES: [GuestCase; 7] = [
         kernel_version: "6.1",
         nic: NicModel::Virtio,
         kernel_arguments: "",
-        checks: CheckSelection::RssSettings(&[
+        checks: GuestCheckSelection::RssSettings(&[
             NicSetting { name: DRIVER_DEFAULT_NAME, set_up_command: "true", is_in_force_expected: false },
             NicSetting { name: "table set", set_up_command: "ethtool -X eth0 equal 3", is_in_force_expected: true },
             NicSetting {
@@ -76,7 +76,7 @@ pub const GUEST_CASES: [GuestCase; 7] = [
         kernel_version: "6.12",
         nic: NicModel::Virtio,
         kernel_arguments: "",
-        checks: CheckSelection::RssSettings(&[
+        checks: GuestCheckSelection::RssSettings(&[
             NicSetting { name: DRIVER_DEFAULT_NAME, set_up_command: "true", is_in_force_expected: true },
             NicSetting {
                 name: "channels changed",
@@ -94,14 +94,14 @@ pub const GUEST_CASES: [GuestCase; 7] = [
         kernel_version: "6.12",
         nic: NicModel::Virtio,
         kernel_arguments: "",
-        checks: CheckSelection::Forwarding,
+        checks: GuestCheckSelection::Forwarding,
     },
     // These CPUs have no timer tick, and membarrier(2) offers no grace periods on such CPUs.
     GuestCase {
         kernel_version: "6.12",
         nic: NicModel::Virtio,
         kernel_arguments: "nohz_full=1-3",
-        checks: CheckSelection::RssSettings(&[NicSetting {
+        checks: GuestCheckSelection::RssSettings(&[NicSetting {
             name: DRIVER_DEFAULT_NAME,
             set_up_command: "true",
             is_in_force_expected: true,
@@ -111,19 +111,19 @@ pub const GUEST_CASES: [GuestCase; 7] = [
         kernel_version: "6.1",
         nic: NicModel::Igb,
         kernel_arguments: "",
-        checks: CheckSelection::RssSettings(IGB_SETTINGS),
+        checks: GuestCheckSelection::RssSettings(IGB_SETTINGS),
     },
     GuestCase {
         kernel_version: "6.12",
         nic: NicModel::Igb,
         kernel_arguments: "",
-        checks: CheckSelection::RssSettings(IGB_SETTINGS),
+        checks: GuestCheckSelection::RssSettings(IGB_SETTINGS),
     },
     GuestCase {
         kernel_version: "6.1",
         nic: NicModel::Vmxnet3,
         kernel_arguments: "",
-        checks: CheckSelection::RssSettings(&[NicSetting {
+        checks: GuestCheckSelection::RssSettings(&[NicSetting {
             name: DRIVER_DEFAULT_NAME,
             set_up_command: "true",
             is_in_force_expected: false,
@@ -141,22 +141,27 @@ impl GuestCase {
     pub fn name(&self) -> String {
         let arguments_suffix =
             if self.kernel_arguments.is_empty() { String::new() } else { format!(" and {}", self.kernel_arguments) };
-        let forwarding_suffix = if self.is_forwarding() { ", forwarding" } else { "" };
+        let forwarding_suffix = if self.checks_forwarding() { ", forwarding" } else { "" };
         format!("Linux {} with {}{arguments_suffix}{forwarding_suffix}", self.kernel_version, self.nic.driver_name())
     }
 
-    fn is_forwarding(&self) -> bool {
-        matches!(self.checks, CheckSelection::Forwarding)
+    fn checks_forwarding(&self) -> bool {
+        matches!(self.checks, GuestCheckSelection::Forwarding)
     }
 
     /// Returns whether the case's name contains `text`, so that the case is selected.
-    pub fn is_selected(&self, text: &str) -> bool {
+    pub fn name_contains(&self, text: &str) -> bool {
         self.name().contains(text)
     }
 
     /// Boots the guest and runs its checks. If `command` is given, prints that command's output instead. Fails when the
     /// guest does not boot.
-    pub fn boot_and_check(&self, test_files: &TestFiles, command: Option<&str>, tally: &mut CheckTally) -> Result<()> {
+    pub fn boot_and_check(
+        &self,
+        test_files: &HostTestFiles,
+        command: Option<&str>,
+        tally: &mut CheckTally,
+    ) -> Result<()> {
         let start = Instant::now();
         let (mut guest, guest_tap) = self.boot_guest(test_files)?;
         let kernel_release = guest.run_successfully("uname -r")?;
@@ -168,14 +173,14 @@ impl GuestCase {
             return Ok(());
         }
         let nic_settings = match self.checks {
-            CheckSelection::RssSettings(settings) => settings,
-            CheckSelection::Forwarding => {
+            GuestCheckSelection::RssSettings(settings) => settings,
+            GuestCheckSelection::Forwarding => {
                 return forwarding::check_placement(&mut guest, &guest_tap, &self.name(), tally);
             }
         };
         self.check_kernel_and_load_balancer(&mut guest, tally);
         for setting in nic_settings {
-            self.check_setting(setting, &mut guest, &guest_tap, tally)?;
+            self.check_nic_setting(setting, &mut guest, &guest_tap, tally)?;
             // The check needs the NIC in the driver's own state, with the indirection table that the agent will
             // restore.
             if setting.name == DRIVER_DEFAULT_NAME && self.nic != NicModel::Vmxnet3 {
@@ -221,7 +226,7 @@ impl GuestCase {
     }
 
     fn console_file_name(&self) -> String {
-        let suffix = match (self.kernel_arguments.is_empty(), self.is_forwarding()) {
+        let suffix = match (self.kernel_arguments.is_empty(), self.checks_forwarding()) {
             (_, true) => "-forwarding",
             (true, _) => "",
             (false, _) => "-arguments",
@@ -229,10 +234,11 @@ impl GuestCase {
         format!("{}-{}{suffix}.console", self.nic.driver_name(), self.kernel_version)
     }
 
-    fn boot_guest(&self, test_files: &TestFiles) -> Result<(Guest, GuestTap)> {
+    fn boot_guest(&self, test_files: &HostTestFiles) -> Result<(Guest, GuestTap)> {
         let kernel_modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver_name()];
         let kernel_directory = test_files.packages.kernel_directory(self.kernel_version);
-        let guest_files = [agent::guest_files().to_vec(), forwarding::guest_files()].concat();
+        let guest_files =
+            [agent::agent_guest_config_files().to_vec(), forwarding::forwarding_guest_config_files()].concat();
         let initrd = initrd::build_guest_initrd(
             &test_files.packages,
             &kernel_directory,
@@ -240,14 +246,14 @@ impl GuestCase {
             &test_files.coreward_binary,
             &guest_files,
         )?;
-        let nics = if self.is_forwarding() { vec![self.nic; 2] } else { vec![self.nic] };
+        let nics = if self.checks_forwarding() { vec![self.nic; 2] } else { vec![self.nic] };
         let console_path = test_files.log_directory.join(self.console_file_name());
         let boot_once = || {
             Guest::boot(
                 &test_files.packages,
                 &kernel_directory,
                 &initrd,
-                Hardware::with_nics(&nics),
+                GuestHardware::with_nics(&nics),
                 self.kernel_arguments,
                 &console_path,
             )
@@ -267,7 +273,7 @@ impl GuestCase {
     }
 
     /// Applies a setting of the NIC, and then checks the NIC's behaviour, the predicted queues and the agent.
-    fn check_setting(
+    fn check_nic_setting(
         &self,
         setting: &NicSetting,
         guest: &mut Guest,
@@ -295,17 +301,17 @@ impl GuestCase {
         let watch_output = watch_start_result.and_then(|()| agent::wait_for_rss_watch_output(guest));
         tally.record_result(
             &setting_check_name("the agent sees it"),
-            watch_output.and_then(|watch_output| check_agreement(&measurement, &watch_output)),
+            watch_output.and_then(|watch_output| check_rss_agreement(&measurement, &watch_output)),
         );
         if setting.is_in_force_expected {
-            let gue_result = self.check_gue(guest, guest_tap);
+            let gue_result = self.check_gue_queues(guest, guest_tap);
             tally.record_result(&setting_check_name("the outer header of GUE selects the queue"), gue_result);
         }
         Ok(())
     }
 
     /// Checks that GUE packets arrive on the queues that their outer headers predict.
-    fn check_gue(&self, guest: &mut Guest, guest_tap: &GuestTap) -> Result<String> {
+    fn check_gue_queues(&self, guest: &mut Guest, guest_tap: &GuestTap) -> Result<String> {
         if self.nic == NicModel::Igb {
             // By default, the driver does not hash the ports of UDP.
             guest
@@ -318,7 +324,7 @@ impl GuestCase {
     /// Checks the agent with `manage_rss = true`, from its start to its end.
     fn check_managed_rss(&self, guest: &mut Guest, guest_tap: &GuestTap, tally: &mut CheckTally) -> Result<()> {
         let rss_before = rss::read_rss(guest)?;
-        let managed_rss = agent::expected_managed_rss(&rss_before, self.nic == NicModel::Virtio, QUEUE_COUNT)?;
+        let managed_rss = agent::expected_managed_rss(&rss_before, self.nic == NicModel::Virtio, NIC_QUEUE_COUNT)?;
         ensure!(managed_rss != rss_before, "the NIC holds already what the agent is to set");
         let daemons = ControllerAndAgent::start(guest, &managed_rss)?;
 
@@ -327,17 +333,17 @@ impl GuestCase {
         let measurement_text = measurement.to_string();
         let is_managed_in_force = measurement.shown_rss == managed_rss && measurement.is_in_force();
         tally.record_result(
-            &self.managed_check_name("key and table are set, and in force"),
+            &self.managed_rss_check_name("key and table are set, and in force"),
             if is_managed_in_force { Ok(measurement_text) } else { Err(anyhow!(measurement_text)) },
         );
-        let matched_syns = daemons.count_new_matched_syns(guest, counts_before, FLOW_COUNT.into())?;
-        let matched_text = format!("{matched_syns} of {FLOW_COUNT} SYNs by the predicted queue");
-        let count_result = if matched_syns == u64::from(FLOW_COUNT) {
+        let matched_syns = daemons.count_new_matched_syns(guest, counts_before, MEASURED_FLOW_COUNT.into())?;
+        let matched_text = format!("{matched_syns} of {MEASURED_FLOW_COUNT} SYNs by the predicted queue");
+        let count_result = if matched_syns == u64::from(MEASURED_FLOW_COUNT) {
             daemons.wait_for_rss_warning(guest, false).map(|()| matched_text)
         } else {
             Err(anyhow!(matched_text))
         };
-        tally.record_result(&self.managed_check_name("the agent counts them"), count_result);
+        tally.record_result(&self.managed_rss_check_name("the agent counts them"), count_result);
 
         if self.nic == NicModel::Virtio {
             self.check_warning_without_hashing(&daemons, guest, guest_tap, tally)?;
@@ -350,11 +356,11 @@ impl GuestCase {
         } else {
             Err(anyhow!("{rss_after:?}, not {rss_before:?}"))
         };
-        tally.record_result(&self.managed_check_name("key and table are put back"), restore_result);
+        tally.record_result(&self.managed_rss_check_name("key and table are put back"), restore_result);
         Ok(())
     }
 
-    fn managed_check_name(&self, check: &str) -> String {
+    fn managed_rss_check_name(&self, check: &str) -> String {
         self.full_check_name(&format!("manage_rss: {check}"))
     }
 
@@ -371,7 +377,7 @@ impl GuestCase {
         ensure!(measurement.are_families_in_force() == [false, false], "hashing is off, and {measurement}");
         let warning_result = daemons.wait_for_rss_warning(guest, true);
         tally.record_result(
-            &self.managed_check_name("hashing is switched off, and the agent warns"),
+            &self.managed_rss_check_name("hashing is switched off, and the agent warns"),
             warning_result.map(|()| measurement.to_string()),
         );
         guest.run_successfully("ethtool -K eth0 rxhash on")?;
@@ -391,7 +397,7 @@ fn check_bpf_programs(guest: &mut Guest) -> Result<String> {
 
 /// Checks that the agent agrees with a measurement on the key, the table, the verdict, and each flow's predicted and
 /// actual queue.
-fn check_agreement(measurement: &RssMeasurement, watch_output: &RssWatchOutput) -> Result<String> {
+fn check_rss_agreement(measurement: &RssMeasurement, watch_output: &RssWatchOutput) -> Result<String> {
     ensure!(
         watch_output.shown_rss == measurement.shown_rss,
         "it read {:?}, ethtool {:?}",
@@ -412,7 +418,7 @@ fn check_agreement(measurement: &RssMeasurement, watch_output: &RssWatchOutput) 
         "its verdict is {}, expected {expected_verdict}",
         watch_output.verdict
     );
-    Ok(format!("key, table, queues of {FLOW_COUNT} flows, verdict {expected_verdict}"))
+    Ok(format!("key, table, queues of {MEASURED_FLOW_COUNT} flows, verdict {expected_verdict}"))
 }
 
 /// Gives the guest its addresses, and waits until its NIC has a link. Fails after 20 s.

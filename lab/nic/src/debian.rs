@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::guest::{Guest, Hardware};
-use crate::initrd::{self, EXECUTABLE_MODE, READABLE_MODE};
+use crate::guest::{Guest, GuestHardware};
+use crate::initrd::{self, EXECUTABLE_MODE, WORLD_READABLE_MODE};
 use crate::packages::{self, FetchedPackages};
 use crate::process::{command_tied_to_parent, run_to_end};
 
 /// Version of the guests' kernel, which is the default of the Debian release.
-const KERNEL_VERSION: &str = "6.1";
-const KERNEL_MODULES: [&str; 17] = [
+const DEBIAN_KERNEL_VERSION: &str = "6.1";
+const DEBIAN_KERNEL_MODULES: [&str; 17] = [
     "virtio_pci",
     "virtio_blk",
     "crc32c_generic",
@@ -41,7 +41,7 @@ const DEBIAN_PACKAGES: &str =
 const ROOT_IMAGE_SIZE: &str = "1500M";
 
 /// Kernel arguments that disable gettys. systemd would wait until udev, which the guest lacks, reports their lines.
-const KERNEL_ARGUMENTS: &str = "systemd.getty_auto=no systemd.firstboot=no systemd.show_status=no";
+const DEBIAN_KERNEL_ARGUMENTS: &str = "systemd.getty_auto=no systemd.firstboot=no systemd.show_status=no";
 const MULTI_USER_TARGET_DROP_IN: &str = "[Unit]\nRequires=test-network.service test-serial.service\n";
 const SERIAL_COMMANDS_UNIT: &str = "[Unit]\nDescription=Commands of the \
                                     test\nDefaultDependencies=no\nAfter=basic.target\n\
@@ -55,7 +55,7 @@ pub type NamedGuestFile = (&'static str, String);
 /// Returns the path of an image with Debian's root file system. Creates the image unless an earlier run has done so.
 /// Fails when debootstrap cannot fetch the packages.
 pub fn create_root_image(packages: &FetchedPackages, cache_directory: &Path) -> Result<PathBuf> {
-    let (mirror, release) = packages::debian_mirror()?;
+    let (mirror, release) = packages::debian_mirror_and_release()?;
     let image_description = format!("{release} {DEBIAN_PACKAGES} {ROOT_IMAGE_SIZE}\n");
     let [image_path, description_path] = ["debian.ext4", "debian.complete"].map(|name| cache_directory.join(name));
     if image_path.exists()
@@ -114,7 +114,7 @@ impl<'a> DebianMachine<'a> {
         content_directory: &Path,
     ) -> Result<Self> {
         let root_image = create_root_image(packages, cache_directory)?;
-        let kernel_directory = packages.kernel_directory(KERNEL_VERSION);
+        let kernel_directory = packages.kernel_directory(DEBIAN_KERNEL_VERSION);
         let systemd_units = [
             ("etc/systemd/system/test-serial.service", SERIAL_COMMANDS_UNIT.to_owned()),
             ("etc/systemd/system/test-network.service", NETWORK_UNIT.to_owned()),
@@ -122,9 +122,9 @@ impl<'a> DebianMachine<'a> {
         ];
         let serial_script = ("usr/local/sbin/test-serial", EXECUTABLE_MODE, include_str!("../guest/serial").to_owned());
         let readable_files =
-            systemd_units.iter().chain(files).map(|(path, content)| (*path, READABLE_MODE, content.clone()));
+            systemd_units.iter().chain(files).map(|(path, content)| (*path, WORLD_READABLE_MODE, content.clone()));
         let guest_files: Vec<_> = readable_files.chain([serial_script]).collect();
-        let initrd = initrd::build_disk_boot_initrd(packages, &kernel_directory, &KERNEL_MODULES, &guest_files)?;
+        let initrd = initrd::build_disk_boot_initrd(packages, &kernel_directory, &DEBIAN_KERNEL_MODULES, &guest_files)?;
         let disk_paths = [cache_directory.join(format!("{name}.ext4")), cache_directory.join(format!("{name}.tar"))];
         run_to_end(command_tied_to_parent("cp").arg("--sparse=always").arg(root_image).arg(&disk_paths[0]))?;
         run_to_end(
@@ -141,8 +141,15 @@ impl<'a> DebianMachine<'a> {
 
     /// Boots the machine. Fails when QEMU or Debian does not start.
     pub fn boot(&self) -> Result<Guest> {
-        let hardware = Hardware { nics: &[], disk_images: &self.disk_paths, memory_size: "1536M" };
-        Guest::boot(self.packages, &self.kernel_directory, &self.initrd, hardware, KERNEL_ARGUMENTS, &self.console_path)
+        let hardware = GuestHardware { nics: &[], disk_images: &self.disk_paths, memory_size: "1536M" };
+        Guest::boot(
+            self.packages,
+            &self.kernel_directory,
+            &self.initrd,
+            hardware,
+            DEBIAN_KERNEL_ARGUMENTS,
+            &self.console_path,
+        )
     }
 }
 

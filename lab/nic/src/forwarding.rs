@@ -13,7 +13,7 @@ use coreward_model::FourTuple;
 use serde_json::Value;
 
 use crate::agent::{self, DAEMON_START_TIMEOUT, poll_until_some};
-use crate::guest::{Guest, QUEUE_COUNT, QemuMonitor};
+use crate::guest::{Guest, NIC_QUEUE_COUNT, QemuMonitor};
 use crate::rss;
 use crate::segment::{HostEmulator, host_mac};
 use crate::tally::CheckTally;
@@ -31,15 +31,15 @@ const PACKET_RATE_RANGE: std::ops::RangeInclusive<u32> = 1_000..=64_000;
 const LOAD_SETTLE_TIME: Duration = Duration::from_secs(3);
 /// Interval between two flushes of the receive queues, which QEMU may leave full
 /// ([`QemuMonitor::flush_receive_queues`]).
-const FLUSH_INTERVAL: Duration = Duration::from_millis(100);
+const QUEUE_FLUSH_INTERVAL: Duration = Duration::from_millis(100);
 const ROUNDS_PER_MEASUREMENT: u8 = 4;
 /// Maximum number of transmissions of each SYN. The loaded core drops some.
-const MAX_TRANSMISSIONS: usize = 10;
+const MAX_SYN_TRANSMISSIONS: usize = 10;
 /// Maximum number of measurements, of which one must have the expected result.
-const MAX_MEASUREMENTS: u8 = 5;
+const MAX_PLACEMENT_MEASUREMENTS: u8 = 5;
 
 /// Returns the guest's configuration files, as pairs of name (without leading slash) and content.
-pub fn guest_files() -> Vec<(&'static str, String)> {
+pub fn forwarding_guest_config_files() -> Vec<(&'static str, String)> {
     let controller_config = "listen = \"127.0.0.1:7400\"\nstore = \"/run/forwarding.redb\"\n\
                       fleet = \"forwarding-fleet.toml\"\n";
     let [s1, s2] = SERVER_HOST_BYTES;
@@ -48,7 +48,7 @@ pub fn guest_files() -> Vec<(&'static str, String)> {
          [[server]]\nname = \"s2\"\naddress = \"10.2.0.{s2}\"\n\
          [[service]]\nname = \"web\"\nvip = \"{IPV4_DESTINATION}\"\npolicy = \"crossrss\"\n"
     );
-    let agent_config = |index: usize, load: &str| {
+    let format_agent_config = |index: usize, load: &str| {
         format!(
             "server = \"s{}\"\ncontroller = \"127.0.0.1:7400\"\ninterface = \"eth{index}\"\nmanage_rss = true\n\
              pin_directory = \"/sys/fs/bpf/agent{index}\"\nsteer = \"off\"\nload = {load}\n",
@@ -58,8 +58,8 @@ pub fn guest_files() -> Vec<(&'static str, String)> {
     vec![
         ("etc/forwarding.toml", controller_config.to_owned()),
         ("etc/forwarding-fleet.toml", fleet_document),
-        ("etc/agent0.toml", agent_config(0, "{ source = \"cpu\" }")),
-        ("etc/agent1.toml", agent_config(1, "{ source = \"published\", path = \"/run/busy\" }")),
+        ("etc/agent0.toml", format_agent_config(0, "{ source = \"cpu\" }")),
+        ("etc/agent1.toml", format_agent_config(1, "{ source = \"published\", path = \"/run/busy\" }")),
         ("etc/publish", include_str!("../guest/publish").to_owned()),
     ]
 }
@@ -137,7 +137,8 @@ fn start_daemons(guest: &mut Guest) -> Result<()> {
         "ip link add out type veth && ip link set veth0 up && ip link set out up && ip route add \
          {forwarded_address}/32 dev out && arp -i out -s {forwarded_address} {next_hop_mac}"
     ))?;
-    guest.run_successfully(&format!("start publish sh /etc/publish /run/busy {PUBLISHED_LOAD_PCT} {QUEUE_COUNT}"))?;
+    guest
+        .run_successfully(&format!("start publish sh /etc/publish /run/busy {PUBLISHED_LOAD_PCT} {NIC_QUEUE_COUNT}"))?;
     guest.run_successfully("start controller coreward controller --config /etc/forwarding.toml")?;
     for agent in ["agent0", "agent1"] {
         guest.run_successfully(&format!("start {agent} coreward agent --config /etc/{agent}.toml"))?;
@@ -233,7 +234,7 @@ fn send_at_rate(
     let (mut next_batch, mut last_flush) = (Instant::now(), Instant::now());
     while !should_stop.load(Ordering::Relaxed) {
         guest_tap.send_acks(flow, packets_per_second.load(Ordering::Relaxed).div_ceil(1_000))?;
-        if last_flush.elapsed() >= FLUSH_INTERVAL {
+        if last_flush.elapsed() >= QUEUE_FLUSH_INTERVAL {
             last_flush = Instant::now();
             monitor.flush_receive_queues()?;
         }
@@ -249,32 +250,35 @@ type FlowPlacements = Vec<(FourTuple, u8)>;
 
 struct PlacementMeasurement {
     placements: FlowPlacements,
-    is_expected: bool,
+    is_placement_expected: bool,
     next_flow_round: u8,
 }
 
 impl PlacementMeasurement {
     fn require_expected_placement(&self, placement_text: String) -> Result<String> {
-        ensure!(self.is_expected, placement_text);
+        ensure!(self.is_placement_expected, placement_text);
         Ok(placement_text)
     }
 }
 
-/// Repeats the measurement until `is_expected` returns true for the placements, at most [`MAX_MEASUREMENTS`] times. The
-/// daemons' own load can disturb a measurement.
+/// Repeats the measurement until `is_expected` returns true for the placements, at most [`MAX_PLACEMENT_MEASUREMENTS`]
+/// times. The daemons' own load can disturb a measurement.
 fn measure_until_expected_placement(
     guest_tap: &GuestTap,
     host_emulator: &HostEmulator,
     first_round: u8,
     is_expected: impl Fn(&FlowPlacements) -> bool,
 ) -> Result<PlacementMeasurement> {
-    let mut measurement =
-        PlacementMeasurement { placements: FlowPlacements::new(), is_expected: false, next_flow_round: first_round };
-    for _ in 0..MAX_MEASUREMENTS {
+    let mut measurement = PlacementMeasurement {
+        placements: FlowPlacements::new(),
+        is_placement_expected: false,
+        next_flow_round: first_round,
+    };
+    for _ in 0..MAX_PLACEMENT_MEASUREMENTS {
         measurement.placements = measure_placements(guest_tap, host_emulator, measurement.next_flow_round)?;
         measurement.next_flow_round += ROUNDS_PER_MEASUREMENT;
-        measurement.is_expected = is_expected(&measurement.placements);
-        if measurement.is_expected {
+        measurement.is_placement_expected = is_expected(&measurement.placements);
+        if measurement.is_placement_expected {
             break;
         }
     }
@@ -289,7 +293,7 @@ fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_
         (first_round..first_round + ROUNDS_PER_MEASUREMENT).flat_map(flows_of_round).collect();
     let sent_syn_count = missing_flows.len();
     let mut placements = FlowPlacements::new();
-    for _ in 0..MAX_TRANSMISSIONS {
+    for _ in 0..MAX_SYN_TRANSMISSIONS {
         for flow in &missing_flows {
             guest_tap.send_syn(flow)?;
             std::thread::sleep(Duration::from_millis(5));
@@ -308,7 +312,7 @@ fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_
             return Ok(placements);
         }
     }
-    bail!("{} of {sent_syn_count} SYNs are lost after {MAX_TRANSMISSIONS} transmissions", missing_flows.len())
+    bail!("{} of {sent_syn_count} SYNs are lost after {MAX_SYN_TRANSMISSIONS} transmissions", missing_flows.len())
 }
 
 /// Returns how many of the SYNs that `is_selected` selects reached `s1`, and how many SYNs it selects.

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::packages::FetchedPackages;
 
-pub const QUEUE_COUNT: u16 = 4;
+pub const NIC_QUEUE_COUNT: u16 = 4;
 /// MAC address of the guest's `eth0`, which is locally administered. `eth1` has the next address.
 pub const FIRST_NIC_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
 /// Name of the tap device of the guest's `eth0`, in the network namespace of this process.
@@ -22,8 +22,8 @@ pub const FIRST_TAP_NAME: &str = "nictest0";
 const MONITOR_SOCKET_NAME: &str = "monitor";
 
 /// Maximum time for the start or the shutdown of a guest on a busy machine.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
-const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
+const GUEST_BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+const GUEST_COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NicModel {
@@ -62,7 +62,7 @@ impl NicModel {
         mac_address[5] += nic_index;
         let mac_text = mac_address.map(|byte| format!("{byte:02x}")).join(":");
         // Each queue needs two interrupt vectors. The configuration and the control queue need one each.
-        let vector_count = 2 * QUEUE_COUNT + 2;
+        let vector_count = 2 * NIC_QUEUE_COUNT + 2;
         match self {
             NicModel::Virtio => {
                 format!(
@@ -76,7 +76,7 @@ impl NicModel {
     }
 
     fn qemu_netdev_option(self, nic_index: u8) -> String {
-        let queues_option = if self == NicModel::Virtio { format!(",queues={QUEUE_COUNT}") } else { String::new() };
+        let queues_option = if self == NicModel::Virtio { format!(",queues={NIC_QUEUE_COUNT}") } else { String::new() };
         let tap_prefix = FIRST_TAP_NAME.trim_end_matches('0');
         format!("tap,id=net{nic_index},ifname={tap_prefix}{nic_index},script=no,downscript=no{queues_option}")
     }
@@ -84,14 +84,14 @@ impl NicModel {
 
 /// Hardware of a guest, in addition to its serial lines and CPUs.
 #[derive(Clone, Copy)]
-pub struct Hardware<'a> {
+pub struct GuestHardware<'a> {
     pub nics: &'a [NicModel],
     /// Paths of the images for `/dev/vda` and further disks.
     pub disk_images: &'a [PathBuf],
     pub memory_size: &'a str,
 }
 
-impl<'a> Hardware<'a> {
+impl<'a> GuestHardware<'a> {
     /// Returns hardware with these NICs, without disks, and with the default memory.
     pub fn with_nics(nics: &'a [NicModel]) -> Self {
         Self { nics, disk_images: &[], memory_size: "512M" }
@@ -101,15 +101,15 @@ impl<'a> Hardware<'a> {
         let machine_arguments =
             ["-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-m", self.memory_size];
         let mut arguments: Vec<String> = machine_arguments.map(str::to_owned).to_vec();
-        let mut add_option = |option: &str, value: String| arguments.extend([option.to_owned(), value]);
+        let mut add_qemu_option = |option: &str, value: String| arguments.extend([option.to_owned(), value]);
         for (index, nic) in (0..).zip(self.nics) {
-            add_option("-netdev", nic.qemu_netdev_option(index));
-            add_option("-device", nic.qemu_device_option(index));
+            add_qemu_option("-netdev", nic.qemu_netdev_option(index));
+            add_qemu_option("-device", nic.qemu_device_option(index));
         }
         for (index, disk) in self.disk_images.iter().enumerate() {
-            add_option("-drive", format!("file={},format=raw,if=none,id=disk{index}", disk.display()));
+            add_qemu_option("-drive", format!("file={},format=raw,if=none,id=disk{index}", disk.display()));
             // MSI-X is off, because QEMU 10.0 can end with an assertion about its table (msix_table_mmio_write).
-            add_option("-device", format!("virtio-blk-pci,drive=disk{index},vectors=0"));
+            add_qemu_option("-device", format!("virtio-blk-pci,drive=disk{index},vectors=0"));
         }
         arguments
     }
@@ -127,9 +127,9 @@ pub struct Guest {
 }
 
 /// Returns a command for QEMU with this hardware and without any default devices.
-fn qemu_command(packages: &FetchedPackages, hardware: Hardware<'_>) -> Command {
+fn build_qemu_command(packages: &FetchedPackages, hardware: GuestHardware<'_>) -> Command {
     let mut command = packages.program_command("usr/bin/qemu-system-x86_64");
-    for directory in packages.firmware_directories() {
+    for directory in packages.qemu_firmware_directories() {
         command.arg("-L").arg(directory);
     }
     command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]).args(hardware.qemu_arguments());
@@ -180,12 +180,12 @@ impl Guest {
 
     /// Boots a guest, and waits until its init is ready. `kernel_arguments` are appended to the kernel's command line,
     /// and the kernel's output goes to the file `console_path`. Fails with the console's last lines when QEMU ends, or
-    /// when the guest is not ready within `BOOT_TIMEOUT`.
+    /// when the guest is not ready within `GUEST_BOOT_TIMEOUT`.
     pub fn boot(
         packages: &FetchedPackages,
         kernel_directory: &Path,
         initrd: &[u8],
-        hardware: Hardware<'_>,
+        hardware: GuestHardware<'_>,
         kernel_arguments: &str,
         console_path: &Path,
     ) -> Result<Self> {
@@ -193,11 +193,11 @@ impl Guest {
         let mut initrd_file = tempfile::tempfile()?;
         initrd_file.write_all(initrd)?;
         let (serial_line, qemu_socket) = UnixStream::pair()?;
-        let mut command = qemu_command(packages, hardware);
+        let mut command = build_qemu_command(packages, hardware);
         let monitor_directory = tempfile::tempdir()?;
         let monitor_socket = monitor_directory.path().join(MONITOR_SOCKET_NAME);
         command.args(["-monitor", &format!("unix:{},server=on,wait=off", monitor_socket.display())]);
-        command.args(["-smp", &QUEUE_COUNT.to_string()]).arg("-kernel").arg(kernel_directory.join("vmlinuz"));
+        command.args(["-smp", &NIC_QUEUE_COUNT.to_string()]).arg("-kernel").arg(kernel_directory.join("vmlinuz"));
         command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
         command.args([
             "-append",
@@ -211,17 +211,21 @@ impl Guest {
             console_path: console_path.to_path_buf(),
             monitor_directory,
         };
-        guest.read_until_marker("@ready", BOOT_TIMEOUT)?;
+        guest.read_until_marker("@ready", GUEST_BOOT_TIMEOUT)?;
         Ok(guest)
     }
 
-    /// Shuts the guest down, and waits for its end. Fails when QEMU does not end within `BOOT_TIMEOUT`.
+    /// Shuts the guest down, and waits for its end. Fails when QEMU does not end within `GUEST_BOOT_TIMEOUT`.
     pub fn power_off(mut self) -> Result<()> {
         self.serial_line.write_all(b"poweroff\n").context("the guest is gone")?;
-        let deadline = Instant::now() + BOOT_TIMEOUT;
+        let deadline = Instant::now() + GUEST_BOOT_TIMEOUT;
         while self.qemu.try_wait()?.is_none() {
             if Instant::now() > deadline {
-                bail!("the guest is still there {} s after `poweroff`; {}", BOOT_TIMEOUT.as_secs(), self.last_output());
+                bail!(
+                    "the guest is still there {} s after `poweroff`; {}",
+                    GUEST_BOOT_TIMEOUT.as_secs(),
+                    self.last_output()
+                );
             }
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -231,7 +235,7 @@ impl Guest {
     /// Runs a command (one line of shell) in the guest and returns its output. Fails with the output when the command
     /// fails, or when it does not end within a minute.
     pub fn run_successfully(&mut self, command: &str) -> Result<String> {
-        let (exit_status, output) = self.try_run(command, COMMAND_TIMEOUT)?;
+        let (exit_status, output) = self.try_run(command, GUEST_COMMAND_TIMEOUT)?;
         if exit_status != 0 {
             bail!("`{command}` in the guest: status {exit_status}: {}", output.trim());
         }

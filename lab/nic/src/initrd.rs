@@ -14,14 +14,14 @@ use crate::process::{command_tied_to_parent, run_to_end};
 const DIRECTORY_MODE: u32 = 0o040_755;
 pub const EXECUTABLE_MODE: u32 = 0o100_755;
 /// Mode of a file that all users may read.
-pub const READABLE_MODE: u32 = 0o100_644;
+pub const WORLD_READABLE_MODE: u32 = 0o100_644;
 /// Mode of a file that only its owner may read, because `coreward` rejects secrets that other users can read.
 const OWNER_ONLY_MODE: u32 = 0o100_600;
 
 /// cpio archive to which files are added.
 #[derive(Default)]
 struct CpioArchive {
-    bytes: Vec<u8>,
+    archive_bytes: Vec<u8>,
     entry_names: BTreeSet<String>,
 }
 
@@ -39,26 +39,26 @@ impl CpioArchive {
     fn append_entry(&mut self, name: &str, mode: u32, content: &[u8]) {
         let inode_number = self.entry_names.len() as u32;
         let [content_size, name_size] = [content.len() as u32, name.len() as u32 + 1];
-        self.bytes.extend_from_slice(b"070701");
+        self.archive_bytes.extend_from_slice(b"070701");
         // Fields: inode, mode, user, group, links, time, size, device (2), device of a node (2), length of the name,
         // checksum
         for field in [inode_number, mode, 0, 0, 1, 0, content_size, 0, 0, 0, 0, name_size, 0] {
-            self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
+            self.archive_bytes.extend_from_slice(format!("{field:08x}").as_bytes());
         }
-        self.bytes.extend_from_slice(name.as_bytes());
-        self.bytes.push(0);
+        self.archive_bytes.extend_from_slice(name.as_bytes());
+        self.archive_bytes.push(0);
         self.pad_to_alignment();
-        self.bytes.extend_from_slice(content);
+        self.archive_bytes.extend_from_slice(content);
         self.pad_to_alignment();
     }
 
     fn pad_to_alignment(&mut self) {
-        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+        self.archive_bytes.resize(self.archive_bytes.len().next_multiple_of(4), 0);
     }
 
     fn append_trailer(mut self) -> Vec<u8> {
         self.append_entry("TRAILER!!!", 0, &[]);
-        self.bytes
+        self.archive_bytes
     }
 }
 
@@ -122,7 +122,7 @@ fn add_modules(archive: &mut CpioArchive, kernel_directory: &Path, modules: &[&s
 /// Adds ethtool and its libraries in a separate folder. They come from Debian's packages, whereas `coreward` comes from
 /// this machine and has another C library.
 fn add_ethtool(archive: &mut CpioArchive, packages: &FetchedPackages) -> Result<()> {
-    let (program, libraries) = packages.ethtool_and_libraries();
+    let (program, libraries) = packages.ethtool_and_library_paths();
     archive.add_entry_with_parents("ethtool/ethtool", EXECUTABLE_MODE, &read_file(&program)?);
     for library in libraries {
         let file_name = library.file_name().context("a library has a name")?.to_string_lossy().into_owned();

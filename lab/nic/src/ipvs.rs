@@ -11,9 +11,9 @@ use crate::debian::{DebianMachine, NamedGuestFile};
 use crate::guest::Guest;
 use crate::packages::FetchedPackages;
 use crate::tally::CheckTally;
-use crate::units::{self, GuestCheck, SETTLE_TIMEOUT, retry_until_ok, run_apt_get, start_in_namespace};
+use crate::units::{self, DAEMON_SETTLE_TIMEOUT, GuestCheck, retry_until_ok, run_apt_get, start_in_namespace};
 
-const GUEST_NAME: &str = "Debian with IPVS";
+const IPVS_GUEST_NAME: &str = "Debian with IPVS";
 /// Number of connections in each group that is held open.
 const OPEN_CONNECTION_COUNT: usize = 12;
 
@@ -154,7 +154,7 @@ fn nginx_config(server: &str) -> String {
     )
 }
 
-fn guest_files() -> Vec<NamedGuestFile> {
+fn ipvs_guest_files() -> Vec<NamedGuestFile> {
     let constant_files = [
         ("etc/test-network", NETWORK_SCRIPT),
         ("etc/test-hold", HOLD_CONNECTIONS_SCRIPT),
@@ -185,8 +185,8 @@ pub fn check_migration_from_ipvs(
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let debian_machine = DebianMachine::new(packages, cache_directory, "ipvs", &guest_files(), package_directory)?;
-    units::check_in_namespaces(GUEST_NAME, &debian_machine, &MIGRATION_CHECKS, command, tally)
+    let debian_machine = DebianMachine::new(packages, cache_directory, "ipvs", &ipvs_guest_files(), package_directory)?;
+    units::check_in_namespaces(IPVS_GUEST_NAME, &debian_machine, &MIGRATION_CHECKS, command, tally)
 }
 
 /// Names and functions of the checks. Each check starts in the state in which the previous one ended.
@@ -206,7 +206,7 @@ fn open_connections(guest: &mut Guest, group: &str) -> Result<()> {
         &format!("bash /etc/test-hold {group} {OPEN_CONNECTION_COUNT}"),
     )?;
     let readiness_command = format!("test -p /run/test-{group}.out");
-    retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(&readiness_command))
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || guest.run_successfully(&readiness_command))
         .with_context(|| format!("connections {group}"))
         .map(drop)
 }
@@ -217,7 +217,7 @@ fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
     let mut slowest_answer_ms = 0;
     for group in groups {
         let command = format!("sh -c 'echo > /run/test-{group}.in; cat /run/test-{group}.out'");
-        let (_, check_output) = guest.try_run(&command, SETTLE_TIMEOUT)?;
+        let (_, check_output) = guest.try_run(&command, DAEMON_SETTLE_TIMEOUT)?;
         let (slowest_text, broken_connections) = check_output.trim().split_once(' ').context(check_output.clone())?;
         if broken_connections != "none" {
             println!("{}", guest.run_successfully("cat /run/test-diagnosis")?);
@@ -233,7 +233,7 @@ fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
     Ok(slowest_answer_ms)
 }
 
-fn summarize_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<String> {
+fn check_and_summarize_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<String> {
     let slowest_answer_ms = check_held_connections(guest, groups)?;
     let served_connection_count = guest.run_successfully("grep -c served /run/test-load")?;
     let held_connection_count = groups.len() * OPEN_CONNECTION_COUNT;
@@ -254,13 +254,13 @@ fn check_keepalived(guest: &mut Guest) -> Result<String> {
     }
     start_in_namespace(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
     let request_command = "ip netns exec client timeout 10 bash /etc/test-request 80";
-    retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(request_command))?;
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || guest.run_successfully(request_command))?;
     start_in_namespace(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
     start_in_namespace(guest, "test-load", "client", "bash /etc/test-load")?;
     open_connections(guest, "oldest")?;
     let ipvs_table = guest.run_successfully("ip netns exec director ipvsadm -Ln")?;
     ensure!(ipvs_table.contains("10.2.0.11:80") && ipvs_table.contains("10.2.0.12:80"), "ipvsadm: {ipvs_table}");
-    summarize_held_connections(guest, &["oldest"])
+    check_and_summarize_held_connections(guest, &["oldest"])
 }
 
 fn check_pool_adoption(guest: &mut Guest) -> Result<String> {
@@ -276,7 +276,7 @@ fn check_pool_adoption(guest: &mut Guest) -> Result<String> {
         start_in_namespace(guest, &format!("coreward-{server}"), server, &command)?;
     }
     for server in ["s1", "s2"] {
-        retry_until_ok(SETTLE_TIMEOUT, || check_status_contains(guest, &format!("{server} .*active")))?;
+        retry_until_ok(DAEMON_SETTLE_TIMEOUT, || check_status_contains(guest, &format!("{server} .*active")))?;
         wait_for_timestamps(guest, server, "2")?;
     }
     check_held_connections(guest, &["oldest"]).context("after the agents' start")?;
@@ -285,25 +285,25 @@ fn check_pool_adoption(guest: &mut Guest) -> Result<String> {
     let readiness_command = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > \
                              /run/status; \
                  grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
-    retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(readiness_command))
-        .with_context(|| status_or_error(guest))?;
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || guest.run_successfully(readiness_command))
+        .with_context(|| read_status_or_error(guest))?;
     guest.run_successfully("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
     check_held_connections(guest, &["oldest", "older"]).context("after the VIP's move")?;
     open_connections(guest, "ours")?;
-    retry_until_ok(SETTLE_TIMEOUT, || check_status_contains(guest, "to_other_balancer [1-9]"))
-        .with_context(|| status_or_error(guest))?;
-    summarize_held_connections(guest, &["oldest", "older", "ours"])
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || check_status_contains(guest, "to_other_balancer [1-9]"))
+        .with_context(|| read_status_or_error(guest))?;
+    check_and_summarize_held_connections(guest, &["oldest", "older", "ours"])
 }
 
 /// Returns the output of `coreward status` or its error, for use in messages.
-fn status_or_error(guest: &mut Guest) -> String {
+fn read_status_or_error(guest: &mut Guest) -> String {
     guest.run_successfully("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
 }
 
 /// Waits until a server's setting net.ipv4.tcp_timestamps has this value.
 fn wait_for_timestamps(guest: &mut Guest, server: &str, expected_value: &str) -> Result<()> {
     let read_command = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
-    retry_until_ok(SETTLE_TIMEOUT, || match guest.run_successfully(&read_command)?.trim() {
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || match guest.run_successfully(&read_command)?.trim() {
         actual_value if actual_value == expected_value => Ok(()),
         actual_value => bail!("net.ipv4.tcp_timestamps of {server} is {actual_value}, expected {expected_value}"),
     })
@@ -322,7 +322,7 @@ fn check_pool_hand_back(guest: &mut Guest) -> Result<String> {
     // Connections that coreward opened must end before the VIP moves.
     guest.run_successfully("systemctl stop test-ours")?;
     guest.run_successfully("ip -n client route replace 10.200.0.1 via 10.2.0.5")?;
-    summarize_held_connections(guest, &["oldest", "older", "newest"])
+    check_and_summarize_held_connections(guest, &["oldest", "older", "newest"])
 }
 
 fn check_removal(guest: &mut Guest) -> Result<String> {
@@ -334,5 +334,5 @@ fn check_removal(guest: &mut Guest) -> Result<String> {
             "nsenter --net=/run/netns/{server} coreward agent --config /etc/coreward/{server}.toml --detach"
         ))?;
     }
-    summarize_held_connections(guest, &["oldest", "newest"])
+    check_and_summarize_held_connections(guest, &["oldest", "newest"])
 }

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result};
 use crate::process::{command_tied_to_parent, run_to_end};
 
 /// Kernel modules that guests load, without their dependencies. Some of them are built into Debian's kernels.
-pub const GUEST_MODULES: [&str; 19] = [
+pub const GUEST_KERNEL_MODULES: [&str; 19] = [
     "virtio_pci",
     "virtio_net",
     "igb",
@@ -48,7 +48,7 @@ pub fn extract_kernel(archive: &Path, kernel_directory: &Path, busybox: &Path) -
     let mut module_paths = BTreeMap::new();
     let mut built_in_list = String::new();
     collect_modules(&unpacked_package.join("lib/modules"), &mut module_paths, &mut built_in_list)?;
-    let mut missing_modules: Vec<String> = GUEST_MODULES.map(str::to_string).to_vec();
+    let mut missing_modules: Vec<String> = GUEST_KERNEL_MODULES.map(str::to_string).to_vec();
     while let Some(name) = missing_modules.pop() {
         let target_path = kernel_directory.join("modules").join(format!("{name}.ko"));
         if target_path.exists() || is_built_in(&built_in_list, &name) {

@@ -39,13 +39,13 @@ use clap::Parser;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::cases::{GUEST_CASES, TestFiles};
+use crate::cases::{GUEST_CASES, HostTestFiles};
 use crate::packages::FetchedPackages;
 use crate::tally::CheckTally;
 
 /// Checks the agent against real NIC drivers in QEMU guests.
 #[derive(Parser)]
-struct Arguments {
+struct NicTestArguments {
     /// Binary of `coreward` to test.
     #[arg(long)]
     coreward: PathBuf,
@@ -64,13 +64,13 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = NicTestArguments::parse();
     let mut tally = CheckTally::default();
     if let Some(package_directory) = &arguments.units {
         check_debian_guests(&arguments, package_directory, &mut tally);
         return tally.print_summary();
     }
-    let selected_cases = GUEST_CASES.iter().filter(|case| case.is_selected(&arguments.only));
+    let selected_cases = GUEST_CASES.iter().filter(|case| case.name_contains(&arguments.only));
     match prepare_test_files(&arguments) {
         Err(error) => {
             println!("No guest can be booted here: {error:#}");
@@ -90,20 +90,20 @@ fn main() -> ExitCode {
 type CheckDebianGuest = fn(&FetchedPackages, &Path, &Path, Option<&str>, &mut CheckTally) -> Result<()>;
 
 /// Names of the guests with Debian, with the functions that check them.
-const DEBIAN_GUESTS: [(&str, CheckDebianGuest); 3] = [
-    ("Debian with systemd", units::check_packages),
+const DEBIAN_GUEST_CHECKS: [(&str, CheckDebianGuest); 3] = [
+    ("Debian with systemd", units::check_debian_packages),
     ("Debian with IPVS", ipvs::check_migration_from_ipvs),
     ("Debian with bonds, VLANs and tunnels", networks::check_networks),
 ];
 
-fn check_debian_guests(arguments: &Arguments, package_directory: &Path, tally: &mut CheckTally) {
+fn check_debian_guests(arguments: &NicTestArguments, package_directory: &Path, tally: &mut CheckTally) {
     match prepare_test_files(arguments) {
         Err(error) => {
-            DEBIAN_GUESTS.iter().for_each(|(name, _)| tally.record_skipped(name, &format!("{error:#}")));
+            DEBIAN_GUEST_CHECKS.iter().for_each(|(name, _)| tally.record_skipped(name, &format!("{error:#}")));
         }
         Ok((test_files, _lock)) => {
             let command = arguments.run.as_deref();
-            for (name, check) in DEBIAN_GUESTS.iter().filter(|(name, _)| name.contains(&arguments.only)) {
+            for (name, check) in DEBIAN_GUEST_CHECKS.iter().filter(|(name, _)| name.contains(&arguments.only)) {
                 let check_result =
                     check(&test_files.packages, &test_files.log_directory, package_directory, command, tally);
                 check_result.unwrap_or_else(|error| tally.record_result(name, Err(error)));
@@ -114,7 +114,7 @@ fn check_debian_guests(arguments: &Arguments, package_directory: &Path, tally: &
 
 /// Returns the files that guests need, and a lock that prevents a second run with the same directory. Fails with one
 /// sentence about a missing part.
-fn prepare_test_files(arguments: &Arguments) -> Result<(TestFiles, Flock<fs::File>)> {
+fn prepare_test_files(arguments: &NicTestArguments) -> Result<(HostTestFiles, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
         bail!("root is needed for a network namespace and a tap");
     }
@@ -132,7 +132,7 @@ fn prepare_test_files(arguments: &Arguments) -> Result<(TestFiles, Flock<fs::Fil
         wire::enter_network_namespace()?;
     }
     Ok((
-        TestFiles { packages, coreward_binary: arguments.coreward.clone(), log_directory: cache_directory },
+        HostTestFiles { packages, coreward_binary: arguments.coreward.clone(), log_directory: cache_directory },
         directory_lock,
     ))
 }

@@ -10,11 +10,11 @@ use crate::debian::{DebianMachine, NamedGuestFile};
 use crate::guest::Guest;
 use crate::packages::FetchedPackages;
 use crate::tally::CheckTally;
-use crate::units::{self, GuestCheck, SETTLE_TIMEOUT, retry_until_ok, run_apt_get};
+use crate::units::{self, DAEMON_SETTLE_TIMEOUT, GuestCheck, retry_until_ok, run_apt_get};
 
-const GUEST_NAME: &str = "Debian with bonds, VLANs and tunnels";
+const NETWORKS_GUEST_NAME: &str = "Debian with bonds, VLANs and tunnels";
 /// Number of connections that are opened in each check.
-const CONNECTION_COUNT: usize = 20;
+const TEST_CONNECTION_COUNT: usize = 20;
 
 /// Script that sets up the network. Server s1 is in VLAN 20, and so are the second devices of client and controller.
 /// Server s2 decapsulates packets by its kernel's tunnel devices.
@@ -149,7 +149,7 @@ done
 echo $line
 ";
 
-fn guest_files() -> Vec<NamedGuestFile> {
+fn network_guest_files() -> Vec<NamedGuestFile> {
     [
         ("etc/test-network", NETWORK_SCRIPT.to_owned()),
         ("etc/test-request", REQUEST_SCRIPT.to_owned()),
@@ -172,16 +172,17 @@ pub fn check_networks(
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let debian_machine = DebianMachine::new(packages, cache_directory, "networks", &guest_files(), package_directory)?;
-    units::check_in_namespaces(GUEST_NAME, &debian_machine, &NETWORK_CHECKS, command, tally)
+    let debian_machine =
+        DebianMachine::new(packages, cache_directory, "networks", &network_guest_files(), package_directory)?;
+    units::check_in_namespaces(NETWORKS_GUEST_NAME, &debian_machine, &NETWORK_CHECKS, command, tally)
 }
 
 /// Names and functions of the checks. Each check starts in the state in which the previous one ended.
 const NETWORK_CHECKS: [(&str, GuestCheck); 5] = [
     ("the daemons start, with native XDP on a bond by LACP", start_daemons),
     ("a server with a VLAN device serves, and stamps its packets", check_vlan_server),
-    ("the kernel's ipip device decapsulates", check_ipip),
-    ("the kernel's fou port decapsulates", check_gue),
+    ("the kernel's ipip device decapsulates", check_ipip_decapsulation),
+    ("the kernel's fou port decapsulates", check_gue_decapsulation),
     ("a link of the bond fails, and the other one serves", check_link_failures),
 ];
 
@@ -199,7 +200,7 @@ fn start_daemons(guest: &mut Guest) -> Result<String> {
         let command = format!("nginx -c /etc/test-nginx-{server} -g \"daemon off;\"");
         units::start_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
-    retry_until_ok(SETTLE_TIMEOUT, || {
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || {
         let status = fetch_fleet_status(guest)?;
         let lb_status = status.split("\n\n").find(|section| section.starts_with("load balancer lb1: XDP native"));
         let is_load_balancer_ready = |balancer: &str| !balancer.contains("  ! ") && balancer.contains(", tagged ");
@@ -218,15 +219,15 @@ fn fetch_fleet_status(guest: &mut Guest) -> Result<String> {
 
 /// Opens connections to a VIP and sends requests. Fails unless the server with the name `server` answers.
 fn request_from_server(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
-    let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {CONNECTION_COUNT}");
-    let last_answer = retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(&command))
+    let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {TEST_CONNECTION_COUNT}");
+    let last_answer = retry_until_ok(DAEMON_SETTLE_TIMEOUT, || guest.run_successfully(&command))
         .with_context(|| format!("requests to {vip}"))?;
     ensure!(last_answer.trim() == format!("served by {server}"), "answered by {last_answer:?}, expected {server}");
     Ok(())
 }
 
 /// Returns the number of packets for which the load balancer has made the decision with this name.
-fn decision_packet_count(guest: &mut Guest, name: &str) -> Result<u64> {
+fn read_decision_packet_count(guest: &mut Guest, name: &str) -> Result<u64> {
     let status_text = fetch_fleet_status(guest)?;
     let mut status_words = status_text.split([' ', ',', '\n']).filter(|status_word| !status_word.is_empty());
     let packet_count = status_words.find(|status_word| *status_word == name).and_then(|_| status_words.next());
@@ -236,18 +237,19 @@ fn decision_packet_count(guest: &mut Guest, name: &str) -> Result<u64> {
 fn check_vlan_server(guest: &mut Guest) -> Result<String> {
     request_from_server(guest, "10.200.0.1", "s1")?;
     // A daemon reports its counters only once a second. Cookies show that the agent's programs see the VLAN's packets.
-    let cookie_packet_count = retry_until_ok(SETTLE_TIMEOUT, || match decision_packet_count(guest, "established")? {
-        count if count >= CONNECTION_COUNT as u64 => Ok(count),
-        count => bail!("{count} packets by their cookie"),
-    })?;
-    Ok(format!("{CONNECTION_COUNT} connections, {cookie_packet_count} packets by their cookie"))
+    let cookie_packet_count =
+        retry_until_ok(DAEMON_SETTLE_TIMEOUT, || match read_decision_packet_count(guest, "established")? {
+            count if count >= TEST_CONNECTION_COUNT as u64 => Ok(count),
+            count => bail!("{count} packets by their cookie"),
+        })?;
+    Ok(format!("{TEST_CONNECTION_COUNT} connections, {cookie_packet_count} packets by their cookie"))
 }
 
-fn check_ipip(guest: &mut Guest) -> Result<String> {
+fn check_ipip_decapsulation(guest: &mut Guest) -> Result<String> {
     check_decapsulation(guest, "10.200.0.2")
 }
 
-fn check_gue(guest: &mut Guest) -> Result<String> {
+fn check_gue_decapsulation(guest: &mut Guest) -> Result<String> {
     check_decapsulation(guest, "10.200.0.3")
 }
 
@@ -256,10 +258,10 @@ fn check_decapsulation(guest: &mut Guest, vip: &str) -> Result<String> {
     request_from_server(guest, vip, "s2")?;
     let decapsulated_packet_count = read_tunnel_packet_count(guest)? - initial_packet_count;
     ensure!(
-        decapsulated_packet_count >= 4 * CONNECTION_COUNT as u64,
-        "tunl0 received {decapsulated_packet_count} packets of {CONNECTION_COUNT} connections"
+        decapsulated_packet_count >= 4 * TEST_CONNECTION_COUNT as u64,
+        "tunl0 received {decapsulated_packet_count} packets of {TEST_CONNECTION_COUNT} connections"
     );
-    Ok(format!("{CONNECTION_COUNT} connections, {decapsulated_packet_count} packets by tunl0"))
+    Ok(format!("{TEST_CONNECTION_COUNT} connections, {decapsulated_packet_count} packets by tunl0"))
 }
 
 fn read_tunnel_packet_count(guest: &mut Guest) -> Result<u64> {
@@ -272,5 +274,5 @@ fn check_link_failures(guest: &mut Guest) -> Result<String> {
     request_from_server(guest, "10.200.0.1", "s1")?;
     guest.run_successfully("ip -n switch link set p-lb0 up && ip -n switch link set p-lb1 down")?;
     request_from_server(guest, "10.200.0.1", "s1")?;
-    Ok(format!("{CONNECTION_COUNT} connections with each link alone"))
+    Ok(format!("{TEST_CONNECTION_COUNT} connections with each link alone"))
 }

@@ -31,7 +31,7 @@ impl FetchedPackages {
     /// with one sentence that names the missing part.
     pub fn load_or_fetch(package_directory: &Path) -> Result<Self> {
         let packages = Self { package_directory: package_directory.to_path_buf() };
-        let contents_description = format!("{KERNEL_PACKAGES:?} {:?} debootstrap\n", kernel::GUEST_MODULES);
+        let contents_description = format!("{KERNEL_PACKAGES:?} {:?} debootstrap\n", kernel::GUEST_KERNEL_MODULES);
         let description_path = package_directory.join("complete");
         if fs::read_to_string(&description_path).is_ok_and(|old_description| old_description == contents_description) {
             println!("packages: from {}", package_directory.display());
@@ -43,20 +43,20 @@ impl FetchedPackages {
         for subdirectory in ["lists/partial", "archives/partial", "root", "kernels"] {
             fs::create_dir_all(package_directory.join(subdirectory))?;
         }
-        let private_apt = PrivateApt::write_configuration(package_directory)?;
+        let private_apt = PrivateAptGet::write_configuration(package_directory)?;
         println!("packages: fetching QEMU and the kernels into {}", package_directory.display());
         private_apt.run_apt_get(&["update"])?;
-        let backports_suite = format!("{}-backports", private_apt.release);
+        let backports_suite = format!("{}-backports", private_apt.debian_release);
         let program_packages = ["qemu-system-x86", "busybox-static", "ethtool", "debootstrap"];
         private_apt
             .run_apt_get(&[&["install", "--download-only", "-t", &backports_suite], &program_packages[..]].concat())?;
-        for archive in downloaded_packages(package_directory)? {
+        for archive in downloaded_package_paths(package_directory)? {
             run_to_end(command_tied_to_parent("dpkg").arg("-x").arg(&archive).arg(package_directory.join("root")))?;
             fs::remove_file(archive)?;
         }
         for (name, package) in KERNEL_PACKAGES {
-            private_apt.run_apt_get(&["download", &private_apt.kernel_package(package)?])?;
-            let [archive] = downloaded_packages(package_directory)?
+            private_apt.run_apt_get(&["download", &private_apt.current_kernel_package_name(package)?])?;
+            let [archive] = downloaded_package_paths(package_directory)?
                 .try_into()
                 .map_err(|kernel_archives| anyhow::anyhow!("one kernel in {kernel_archives:?}"))?;
             kernel::extract_kernel(&archive, &package_directory.join("kernels").join(name), &packages.busybox_path())?;
@@ -73,12 +73,12 @@ impl FetchedPackages {
     pub fn program_command(&self, program: &str) -> Command {
         let root_directory = self.package_directory.join("root");
         let mut command = command_tied_to_parent(root_directory.join("lib64/ld-linux-x86-64.so.2"));
-        command.arg("--library-path").arg(self.library_path()).arg(root_directory.join(program));
+        command.arg("--library-path").arg(self.library_search_path()).arg(root_directory.join(program));
         command
     }
 
     /// Returns the directories in which QEMU searches for its firmware.
-    pub fn firmware_directories(&self) -> [PathBuf; 3] {
+    pub fn qemu_firmware_directories(&self) -> [PathBuf; 3] {
         ["qemu", "seabios", "../lib/ipxe/qemu"]
             .map(|firmware_name| self.package_directory.join("root/usr/share").join(firmware_name))
     }
@@ -89,7 +89,7 @@ impl FetchedPackages {
     }
 
     /// Returns the path of the ethtool program, and the paths of its loader and libraries.
-    pub fn ethtool_and_libraries(&self) -> (PathBuf, Vec<PathBuf>) {
+    pub fn ethtool_and_library_paths(&self) -> (PathBuf, Vec<PathBuf>) {
         let root_directory = self.package_directory.join("root");
         let library_directory = root_directory.join("lib").join(LIBRARY_ARCHITECTURE);
         let mut library_paths = vec![root_directory.join("lib64/ld-linux-x86-64.so.2")];
@@ -120,22 +120,22 @@ impl FetchedPackages {
         self.package_directory.join("kernels").join(version)
     }
 
-    fn library_path(&self) -> String {
+    fn library_search_path(&self) -> String {
         let root_path = self.package_directory.join("root").display().to_string();
         format!("{root_path}/lib/{LIBRARY_ARCHITECTURE}:{root_path}/usr/lib/{LIBRARY_ARCHITECTURE}")
     }
 }
 
 /// This machine's apt-get, with a private configuration.
-struct PrivateApt {
+struct PrivateAptGet {
     state_directory: PathBuf,
     /// Name of the Debian release, such as `bookworm`.
-    release: String,
+    debian_release: String,
 }
 
-impl PrivateApt {
+impl PrivateAptGet {
     fn write_configuration(package_directory: &Path) -> Result<Self> {
-        let (sources, release) = apt_sources()?;
+        let (sources, release) = debian_sources_and_release()?;
         fs::write(package_directory.join("sources.list"), sources)?;
         fs::write(package_directory.join("status"), "")?;
         let mut configuration_file = fs::File::create(package_directory.join("apt.conf"))?;
@@ -153,7 +153,7 @@ impl PrivateApt {
             APT::Update::Error-Mode "any";
             "#
         )?;
-        Ok(Self { state_directory: package_directory.to_path_buf(), release })
+        Ok(Self { state_directory: package_directory.to_path_buf(), debian_release: release })
     }
 
     fn apt_command(&self, program: &str) -> Command {
@@ -169,7 +169,7 @@ impl PrivateApt {
     }
 
     /// Returns the name of the current kernel package, on which the metapackage `package` depends.
-    fn kernel_package(&self, package: &str) -> Result<String> {
+    fn current_kernel_package_name(&self, package: &str) -> Result<String> {
         let package_description =
             run_to_end(self.apt_command("apt-cache").args(["show", "--no-all-versions", package]))?;
         let kernel_packages: BTreeSet<&str> = package_description
@@ -187,7 +187,7 @@ impl PrivateApt {
 }
 
 /// Returns this machine's Debian sources and their backports as lines of sources.list, and the name of the release.
-fn apt_sources() -> Result<(String, String)> {
+fn debian_sources_and_release() -> Result<(String, String)> {
     let mut source_lines = BTreeSet::new();
     let mut release = None;
     for (uri, suite) in debian_repositories()? {
@@ -202,7 +202,7 @@ fn apt_sources() -> Result<(String, String)> {
 
 /// Returns the URI of this machine's Debian mirror and the name of its release, for debootstrap. Fails when apt-get has
 /// no Debian source.
-pub fn debian_mirror() -> Result<(String, String)> {
+pub fn debian_mirror_and_release() -> Result<(String, String)> {
     debian_repositories()?.into_iter().find(|(_, suite)| !suite.contains('-')).context(NO_MIRROR_MESSAGE)
 }
 
@@ -228,7 +228,7 @@ fn debian_index_targets() -> Result<String> {
 }
 
 /// Returns the paths of the downloaded packages that have not been unpacked yet.
-fn downloaded_packages(package_directory: &Path) -> Result<Vec<PathBuf>> {
+fn downloaded_package_paths(package_directory: &Path) -> Result<Vec<PathBuf>> {
     let mut package_paths = Vec::new();
     for entry in fs::read_dir(package_directory.join("archives"))? {
         let path = entry?.path();

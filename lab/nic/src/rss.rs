@@ -9,7 +9,7 @@ use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 
 use crate::guest::{Guest, NicModel};
-use crate::wire::{FLOWS_PER_FAMILY, GuestTap, gue_flows, measured_flows};
+use crate::wire::{FLOWS_PER_FAMILY, GuestTap, measured_flows, outer_gue_flows};
 
 /// Maximum time until a SYN appears in the guest's counters.
 const SYN_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);
@@ -51,7 +51,7 @@ fn parse_rss_key(text: &str) -> Result<Option<RssKey>> {
 /// netdev_rss_key).
 fn parse_kernel_rss_key(text: &str) -> Result<RssKey> {
     let key: RssKey = text.trim().parse()?;
-    Ok(RssKey::new(&key.bytes()[..40])?)
+    Ok(RssKey::new(&key.key_bytes()[..40])?)
 }
 
 /// RSS settings that a NIC shows, and the measured behaviour of that NIC.
@@ -108,15 +108,15 @@ pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
 /// Sends the SYN of each flow, and records the queue whose counter in the driver grows. Fails when a SYN does not
 /// arrive, or changes more than one counter.
 pub fn measure_flow_queues(guest: &mut Guest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
-    measure_flows(guest, nic, measured_flows(), |flow| guest_tap.send_syn(flow))
+    measure_sent_flow_queues(guest, nic, measured_flows(), |flow| guest_tap.send_syn(flow))
 }
 
 /// Measures like [`measure_flow_queues`], but with SYNs in GUE packets, as a load balancer forwards them.
 pub fn measure_gue_flow_queues(guest: &mut Guest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
-    measure_flows(guest, nic, gue_flows(), |outer_flow| guest_tap.send_gue_syn(outer_flow))
+    measure_sent_flow_queues(guest, nic, outer_gue_flows(), |outer_flow| guest_tap.send_gue_syn(outer_flow))
 }
 
-fn measure_flows(
+fn measure_sent_flow_queues(
     guest: &mut Guest,
     nic: NicModel,
     flows: impl Iterator<Item = FourTuple>,
@@ -205,9 +205,9 @@ mod tests {
         let key = (0..40).map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":");
         let full_output = format!("{ETHTOOL_OUTPUT}{key}\nRSS hash function:\n    toeplitz: on\n");
         assert_eq!(parse_indirection_table(&full_output).unwrap().queue_by_entry(), [0, 1, 2, 3]);
-        assert_eq!(parse_rss_key(&full_output).unwrap().unwrap().bytes()[39], 39);
+        assert_eq!(parse_rss_key(&full_output).unwrap().unwrap().key_bytes()[39], 39);
         assert_eq!(parse_rss_key(&format!("{ETHTOOL_OUTPUT}Operation not supported\n")).unwrap(), None);
         assert!(parse_indirection_table("no table").is_err());
-        assert_eq!(parse_kernel_rss_key(&vec!["aa"; 52].join(":")).unwrap().bytes(), [0xaa; 40]);
+        assert_eq!(parse_kernel_rss_key(&vec!["aa"; 52].join(":")).unwrap().key_bytes(), [0xaa; 40]);
     }
 }

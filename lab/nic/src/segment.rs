@@ -34,7 +34,7 @@ fn arp_or_syn_filter() -> [SockFilter; 6] {
 const TCP_FLAGS_OFFSET: usize = 14 + 20 + 13;
 
 /// First bytes of all emulated machines' addresses, which are in 10.2.0.0/24.
-const NETWORK_PREFIX: [u8; 3] = [10, 2, 0];
+const HOST_NETWORK_PREFIX: [u8; 3] = [10, 2, 0];
 
 /// Returns the MAC address of an emulated machine, whose last byte equals that of its IPv4 address.
 pub fn host_mac(host_byte: u8) -> [u8; 6] {
@@ -111,7 +111,7 @@ fn arp_reply_to(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
     let (target_prefix, host) = (&arp_request[38..41], arp_request[41]);
     // The bytes are ethertype ARP, then Ethernet, IPv4, the lengths of their addresses, and the operation "request".
     if arp_request[12..22] != [0x08, 0x06, 0, 1, 0x08, 0, 6, 4, 0, 1]
-        || target_prefix != NETWORK_PREFIX
+        || target_prefix != HOST_NETWORK_PREFIX
         || !hosts.contains(&host)
     {
         return None;

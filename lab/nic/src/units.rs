@@ -14,13 +14,13 @@ use crate::guest::Guest;
 use crate::packages::FetchedPackages;
 use crate::tally::CheckTally;
 
-const GUEST_NAME: &str = "Debian with systemd";
+const SYSTEMD_GUEST_NAME: &str = "Debian with systemd";
 /// Names of the daemons, in the order in which they start.
-const DAEMONS: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
+const DAEMON_NAMES: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
 /// Maximum time for a package installation, a start or a reboot, under emulation.
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
 /// Maximum time until daemons have reconnected after all of them were restarted.
-pub const SETTLE_TIMEOUT: Duration = Duration::from_secs(90);
+pub const DAEMON_SETTLE_TIMEOUT: Duration = Duration::from_secs(90);
 /// Number of connections that are held open while daemons are reloaded, upgraded and killed.
 const OPEN_CONNECTION_COUNT: usize = 8;
 /// Number of new connections that are opened before the first change.
@@ -145,7 +145,7 @@ pub fn controller_config(address: &str) -> String {
     )
 }
 
-fn guest_files() -> Vec<NamedGuestFile> {
+fn systemd_guest_files() -> Vec<NamedGuestFile> {
     [
         ("etc/test-network", NETWORK_SCRIPT),
         ("etc/test-request", REQUEST_SCRIPT),
@@ -166,18 +166,19 @@ fn guest_files() -> Vec<NamedGuestFile> {
 
 /// Checks the Debian packages in the subdirectories `old` and `new` of `package_directory`. If `command` is given, only
 /// runs it. Fails when the guest does not boot.
-pub fn check_packages(
+pub fn check_debian_packages(
     packages: &FetchedPackages,
     cache_directory: &Path,
     package_directory: &Path,
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let debian_machine = DebianMachine::new(packages, cache_directory, "units", &guest_files(), package_directory)?;
+    let debian_machine =
+        DebianMachine::new(packages, cache_directory, "units", &systemd_guest_files(), package_directory)?;
     let start = Instant::now();
     let mut guest = debian_machine.boot()?;
     println!(
-        "{GUEST_NAME}: {} booted in {:.1} s",
+        "{SYSTEMD_GUEST_NAME}: {} booted in {:.1} s",
         guest.run_successfully("uname -r")?.trim(),
         start.elapsed().as_secs_f64()
     );
@@ -188,9 +189,9 @@ pub fn check_packages(
         ensure!(exit_status == 0, "`{command}` ended with status {exit_status}");
         return Ok(());
     }
-    if run_checks_until_failure(GUEST_NAME, &FIRST_BOOT_CHECKS, &mut guest, tally) {
+    if run_checks_until_failure(SYSTEMD_GUEST_NAME, &FIRST_BOOT_CHECKS, &mut guest, tally) {
         guest.power_off()?;
-        run_checks_until_failure(GUEST_NAME, &SECOND_BOOT_CHECKS, &mut debian_machine.boot()?, tally);
+        run_checks_until_failure(SYSTEMD_GUEST_NAME, &SECOND_BOOT_CHECKS, &mut debian_machine.boot()?, tally);
     }
     Ok(())
 }
@@ -239,21 +240,21 @@ pub type GuestCheck = fn(&mut Guest) -> Result<String>;
 
 /// Names and functions of the checks. Each check starts in the state in which the previous one ended.
 const FIRST_BOOT_CHECKS: [(&str, GuestCheck); 9] = [
-    ("installing starts nothing", check_installation),
-    ("the units start", check_start),
+    ("installing starts nothing", check_package_installation),
+    ("the units start", check_unit_start),
     ("the units are confined", check_confinement),
-    ("the orchestrator accepts requests", check_orchestrator),
+    ("the orchestrator accepts requests", check_orchestrator_requests),
     ("the orchestrator accepts requests by AF_XDP", check_orchestrator_with_af_xdp),
     ("connections reach the server", check_new_connections),
-    ("a reload is obeyed, a wrong file rejected", check_reload),
-    ("an upgrade restarts the daemons, and no connection breaks", check_upgrade),
+    ("a reload is obeyed, a wrong file rejected", check_daemon_reload),
+    ("an upgrade restarts the daemons, and no connection breaks", check_package_upgrade),
     ("the watchdog restarts hung daemons, and no connection breaks", check_watchdog),
 ];
 
 const SECOND_BOOT_CHECKS: [(&str, GuestCheck); 3] = [
     ("the units start at boot", check_start_at_boot),
-    ("the orchestrator accepts requests after it", check_orchestrator),
-    ("removing ends the daemons, not the forwarding", check_removal),
+    ("the orchestrator accepts requests after it", check_orchestrator_requests),
+    ("removing ends the daemons, not the forwarding", check_package_removal),
 ];
 
 fn unit_name(daemon: &str) -> String {
@@ -281,7 +282,7 @@ fn query_main_pid(guest: &mut Guest, daemon: &str) -> Result<u32> {
 }
 
 fn query_main_pids(guest: &mut Guest) -> Result<Vec<u32>> {
-    DAEMONS.iter().map(|daemon| query_main_pid(guest, daemon)).collect()
+    DAEMON_NAMES.iter().map(|daemon| query_main_pid(guest, daemon)).collect()
 }
 
 /// Starts a command as a transient systemd unit in the network namespace of `host`.
@@ -306,12 +307,12 @@ pub fn retry_until_ok<T>(timeout: Duration, mut check: impl FnMut() -> Result<T>
 
 /// Returns the states of the daemons' units, and the journal's latest messages about them.
 fn collect_unit_states_and_journal(guest: &mut Guest) -> String {
-    const UNIT_COMMANDS: [&str; 3] = [
+    const UNIT_STATE_COMMANDS: [&str; 3] = [
         "systemctl show -p Id,ActiveState,SubState,Result,NRestarts,MainPID,ExecMainStatus 'coreward-*'",
         "journalctl --no-pager -q -b _PID=1 -p notice -n 30",
         "journalctl --no-pager -q -b -o short-monotonic -n 60 -u 'coreward-*' -u 'test-*'",
     ];
-    UNIT_COMMANDS
+    UNIT_STATE_COMMANDS
         .map(|command| guest.run_successfully(command).unwrap_or_else(|error| format!("no journal: {error:#}")))
         .join("\n")
 }
@@ -323,10 +324,10 @@ pub fn run_apt_get(guest: &mut Guest, arguments: &str) -> Result<String> {
     Ok(output)
 }
 
-fn check_installation(guest: &mut Guest) -> Result<String> {
+fn check_package_installation(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("systemctl restart nginx")?;
     run_apt_get(guest, "install /root/debs/old/*.deb")?;
-    for daemon in DAEMONS {
+    for daemon in DAEMON_NAMES {
         let [active_state, enabled_state] = read_unit_properties(guest, daemon, ["ActiveState", "UnitFileState"])?;
         ensure!(
             (active_state.as_str(), enabled_state.as_str()) == ("inactive", "disabled"),
@@ -336,14 +337,14 @@ fn check_installation(guest: &mut Guest) -> Result<String> {
     Ok(guest.run_successfully("dpkg-query -W -f '${Package} ${Version} ' 'coreward*'")?.trim().to_owned())
 }
 
-fn check_start(guest: &mut Guest) -> Result<String> {
-    for daemon in DAEMONS {
+fn check_unit_start(guest: &mut Guest) -> Result<String> {
+    for daemon in DAEMON_NAMES {
         let (exit_status, output) =
             guest.try_run(&format!("systemctl enable --now {} 2>&1", unit_name(daemon)), INSTALL_TIMEOUT)?;
         ensure!(exit_status == 0, "{daemon}: {output}");
     }
     let pids = query_main_pids(guest)?;
-    retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 80))?;
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || send_request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
 
@@ -358,7 +359,7 @@ fn check_confinement(guest: &mut Guest) -> Result<String> {
     ensure!(systemd_warnings.trim().is_empty(), "systemd complains: {systemd_warnings}");
     guest.run_successfully("touch /home/visible")?;
     let mut capability_counts = Vec::new();
-    for daemon in DAEMONS {
+    for daemon in DAEMON_NAMES {
         let capability_count = check_daemon_confinement(guest, daemon).with_context(|| unit_name(daemon))?;
         capability_counts.push(format!("{daemon} {capability_count}"));
     }
@@ -370,19 +371,19 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
     let pid = query_main_pid(guest, daemon)?;
     let [unit_capabilities, user] = read_unit_properties(guest, daemon, ["CapabilityBoundingSet", "User"])?;
     let process_status = guest.run_successfully(&format!("cat /proc/{pid}/status"))?;
-    let status_field = |name: &str| {
+    let read_status_field = |name: &str| {
         let value = process_status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
         value.with_context(|| format!("process {pid} has no field {name} in {process_status:?}"))
     };
     ensure!(
-        status_field("NoNewPrivs:")? == "1",
+        read_status_field("NoNewPrivs:")? == "1",
         "process {pid} may gain privileges, expected NoNewPrivs 1: {process_status}"
     );
     ensure!(
-        status_field("Seccomp:")? == "2",
+        read_status_field("Seccomp:")? == "2",
         "process {pid} has no system call filter, expected Seccomp 2: {process_status}"
     );
-    let bounding_capability_count = u64::from_str_radix(status_field("CapBnd:")?, 16)
+    let bounding_capability_count = u64::from_str_radix(read_status_field("CapBnd:")?, 16)
         .with_context(|| process_status.clone())?
         .count_ones() as usize;
     let expected_capability_count = unit_capabilities.split_whitespace().count();
@@ -392,14 +393,14 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
          {process_status}"
     );
     for capability_set in ["CapInh:", "CapAmb:"] {
-        let is_capability_set_empty = u64::from_str_radix(status_field(capability_set)?, 16) == Ok(0);
+        let is_capability_set_empty = u64::from_str_radix(read_status_field(capability_set)?, 16) == Ok(0);
         ensure!(
             is_capability_set_empty,
             "{capability_set} is not empty, but the daemon drops what it inherits: {process_status}"
         );
     }
     ensure!(
-        user.is_empty() == status_field("Uid:")?.starts_with('0'),
+        user.is_empty() == read_status_field("Uid:")?.starts_with('0'),
         "expected user {user:?}, found {process_status}"
     );
     check_forbidden_commands(guest, daemon, pid)?;
@@ -410,7 +411,7 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
 fn check_forbidden_commands(guest: &mut Guest, daemon: &str, pid: u32) -> Result<()> {
     for forbidden_command in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
         let (exit_status, output) =
-            guest.try_run(&format!("nsenter -t {pid} -m {forbidden_command} 2>&1"), SETTLE_TIMEOUT)?;
+            guest.try_run(&format!("nsenter -t {pid} -m {forbidden_command} 2>&1"), DAEMON_SETTLE_TIMEOUT)?;
         ensure!(exit_status != 0, "process {pid} may {forbidden_command}: {output}");
         // nsenter also fails if the process has ended, because there is no namespace to enter then.
         let current_pid = query_main_pid(guest, daemon)?;
@@ -420,7 +421,7 @@ fn check_forbidden_commands(guest: &mut Guest, daemon: &str, pid: u32) -> Result
 }
 
 /// Checks that the orchestrator receives a request to a service whose port is below 1024. No worker takes the request.
-fn check_orchestrator(guest: &mut Guest) -> Result<String> {
+fn check_orchestrator_requests(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("printf request > /dev/udp/10.2.0.11/400")?;
     wait_for_orchestrator_metric(guest, "coreward_orchestrate_waiting_requests{service=\"0\"}")
 }
@@ -429,7 +430,7 @@ fn check_orchestrator(guest: &mut Guest) -> Result<String> {
 fn wait_for_orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
     let metrics_command =
         "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
-    retry_until_ok(SETTLE_TIMEOUT, || {
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || {
         let metrics_page = guest.run_successfully(&format!("bash -c '{metrics_command}'"))?;
         let metric_line = metrics_page.lines().find(|line| line.starts_with(metric));
         let metric_line = metric_line.with_context(|| format!("no {metric} in {metrics_page:?}"))?;
@@ -457,7 +458,7 @@ fn check_new_connections(guest: &mut Guest) -> Result<String> {
     }
     // Finding the service's workers needs the capabilities of the agent's unit.
     let check_no_steering_warning = || guest.run_successfully("! coreward status | grep '! s1: 10.200.0.1:80'");
-    retry_until_ok(SETTLE_TIMEOUT, check_no_steering_warning)?;
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, check_no_steering_warning)?;
     let unit_options = "-p NetworkNamespacePath=/run/netns/client -p StandardOutput=truncate:/run/test-load";
     guest.run_successfully(&format!("systemd-run -q --unit test-load {unit_options} bash /etc/test-load"))?;
     guest.run_successfully("mkfifo /run/test-hold.in /run/test-hold.out")?;
@@ -465,11 +466,11 @@ fn check_new_connections(guest: &mut Guest) -> Result<String> {
     guest.run_successfully(&format!(
         "systemd-run -q --unit test-hold {unit_options} bash /etc/test-hold {OPEN_CONNECTION_COUNT}"
     ))?;
-    check_connections(guest)
+    check_held_connections(guest)
 }
 
 /// Sends requests over the held connections. Fails unless these requests, and all new connections so far, were served.
-fn check_connections(guest: &mut Guest) -> Result<String> {
+fn check_held_connections(guest: &mut Guest) -> Result<String> {
     let answered_request_count =
         guest.run_successfully("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
     ensure!(
@@ -490,16 +491,18 @@ fn check_connections(guest: &mut Guest) -> Result<String> {
     Ok(format!("{OPEN_CONNECTION_COUNT} held connections, {served_count} new ones, 0 failed"))
 }
 
-fn check_reload(guest: &mut Guest) -> Result<String> {
+fn check_daemon_reload(guest: &mut Guest) -> Result<String> {
     let pids_before = query_main_pids(guest)?;
     let added_service_toml =
         "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
     guest.run_successfully(&format!(
         "printf '{added_service_toml}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"
     ))?;
-    retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 8080)).context("the service that was added")?;
-    let (exit_status, _) = guest
-        .try_run("echo wrong >> /etc/coreward/controller.toml; systemctl reload coreward-controller", SETTLE_TIMEOUT)?;
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || send_request(guest, 8080)).context("the service that was added")?;
+    let (exit_status, _) = guest.try_run(
+        "echo wrong >> /etc/coreward/controller.toml; systemctl reload coreward-controller",
+        DAEMON_SETTLE_TIMEOUT,
+    )?;
     ensure!(exit_status != 0, "a wrong controller.toml was taken");
     guest.run_successfully(
         "sed -i '/^wrong$/d' /etc/coreward/controller.toml && systemctl reload coreward-controller",
@@ -508,15 +511,15 @@ fn check_reload(guest: &mut Guest) -> Result<String> {
     guest.run_successfully(&format!(
         "printf '{added_dispatch_toml}' >> /etc/coreward/agent.toml && systemctl reload coreward-agent"
     ))?;
-    retry_until_ok(SETTLE_TIMEOUT, || {
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || {
         guest.run_successfully("journalctl -q -o cat -u coreward-agent | grep -i dispatch")
     })?;
     let pids_after = query_main_pids(guest)?;
     ensure!(pids_after == pids_before, "the processes were {pids_before:?}, now {pids_after:?}");
-    check_connections(guest)
+    check_held_connections(guest)
 }
 
-fn check_upgrade(guest: &mut Guest) -> Result<String> {
+fn check_package_upgrade(guest: &mut Guest) -> Result<String> {
     let pids_before = query_main_pids(guest)?;
     run_apt_get(guest, "install /root/debs/new/*.deb")?;
     let pids_after = query_main_pids(guest)?;
@@ -525,16 +528,16 @@ fn check_upgrade(guest: &mut Guest) -> Result<String> {
         "the processes were {pids_before:?}, now {pids_after:?}"
     );
     send_request(guest, 8080)?;
-    let connection_summary = check_connections(guest)?;
+    let connection_summary = check_held_connections(guest)?;
     let version = guest.run_successfully("dpkg-query -W -f '${Version}' coreward-lb")?;
     Ok(format!("{}: {connection_summary}", version.trim()))
 }
 
 fn check_watchdog(guest: &mut Guest) -> Result<String> {
-    for daemon in DAEMONS {
+    for daemon in DAEMON_NAMES {
         let pid = query_main_pid(guest, daemon)?;
         guest.run_successfully(&format!("kill -STOP {pid}"))?;
-        retry_until_ok(SETTLE_TIMEOUT, || {
+        retry_until_ok(DAEMON_SETTLE_TIMEOUT, || {
             let current_pid = query_main_pid(guest, daemon)?;
             if current_pid == pid {
                 bail!("{daemon} is still process {pid}");
@@ -545,10 +548,10 @@ fn check_watchdog(guest: &mut Guest) -> Result<String> {
             "journalctl -q -o cat -b -u {} | grep -q 'Watchdog timeout'",
             unit_name(daemon)
         ))?;
-        check_connections(guest).with_context(|| format!("after {daemon}"))?;
+        check_held_connections(guest).with_context(|| format!("after {daemon}"))?;
     }
     check_no_denials(guest)?;
-    check_connections(guest)
+    check_held_connections(guest)
 }
 
 /// Checks that no daemon has logged, since the guest was booted, that an operation was not permitted.
@@ -561,16 +564,17 @@ fn check_no_denials(guest: &mut Guest) -> Result<()> {
 }
 
 fn check_start_at_boot(guest: &mut Guest) -> Result<String> {
-    let pids = retry_until_ok(SETTLE_TIMEOUT, || query_main_pids(guest))?;
-    retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 80))?;
+    let pids = retry_until_ok(DAEMON_SETTLE_TIMEOUT, || query_main_pids(guest))?;
+    retry_until_ok(DAEMON_SETTLE_TIMEOUT, || send_request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
 
-fn check_removal(guest: &mut Guest) -> Result<String> {
+fn check_package_removal(guest: &mut Guest) -> Result<String> {
     check_no_denials(guest)?;
-    run_apt_get(guest, &format!("remove {}", DAEMONS.map(|daemon| format!("coreward-{daemon}")).join(" ")))?;
-    for daemon in DAEMONS {
-        let (exit_status, _) = guest.try_run(&format!("systemctl is-active {}", unit_name(daemon)), SETTLE_TIMEOUT)?;
+    run_apt_get(guest, &format!("remove {}", DAEMON_NAMES.map(|daemon| format!("coreward-{daemon}")).join(" ")))?;
+    for daemon in DAEMON_NAMES {
+        let (exit_status, _) =
+            guest.try_run(&format!("systemctl is-active {}", unit_name(daemon)), DAEMON_SETTLE_TIMEOUT)?;
         ensure!(exit_status != 0, "{daemon} is active");
     }
     send_request(guest, 80).context("after the removal")?;

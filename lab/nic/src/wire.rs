@@ -24,11 +24,11 @@ pub const IPV6_DESTINATION: SocketAddrV6 =
 /// Destination of packets that a guest forwards along a route.
 pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
 /// Source address in outer headers, which is the load balancer's. The destination is a server's address.
-const OUTER_SOURCE: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 2);
-const OUTER_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 11);
+const OUTER_SOURCE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 2);
+const OUTER_DESTINATION_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 11);
 /// Number of IPv4 flows in a measurement, and also the number of its IPv6 flows.
 pub const FLOWS_PER_FAMILY: u16 = 64;
-pub const FLOW_COUNT: u16 = 2 * FLOWS_PER_FAMILY;
+pub const MEASURED_FLOW_COUNT: u16 = 2 * FLOWS_PER_FAMILY;
 
 /// MAC address of the host's end of the link to the guest.
 const HOST_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
@@ -52,9 +52,13 @@ pub fn measured_flows() -> impl Iterator<Item = FourTuple> {
 
 /// Returns the flows in the outer GUE headers of a measurement, which differ only in the source port. The IPv4 flows
 /// come first.
-pub fn gue_flows() -> impl Iterator<Item = FourTuple> {
-    let flows = flows_of_round(0)
-        .map(|flow| FourTuple::ipv4((OUTER_SOURCE, flow.client().port()), (OUTER_DESTINATION, intf::GUE_PORT as u16)));
+pub fn outer_gue_flows() -> impl Iterator<Item = FourTuple> {
+    let flows = flows_of_round(0).map(|flow| {
+        FourTuple::ipv4(
+            (OUTER_SOURCE_ADDRESS, flow.client().port()),
+            (OUTER_DESTINATION_ADDRESS, intf::GUE_PORT as u16),
+        )
+    });
     flows.clone().chain(flows.map(|flow| to_ipv6_flow(&flow)))
 }
 
@@ -127,7 +131,7 @@ impl GuestTap {
     /// Sends a SYN with an outer GUE header. Fails when the kernel rejects it.
     pub fn send_gue_syn(&self, outer_flow: &FourTuple) -> Result<()> {
         let inner_flow = flows_of_round(0).next().context("a flow")?;
-        self.send_frame(outer_flow, &gue_frame(outer_flow, &build_tcp_packet(&inner_flow, TCP_FLAG_SYN)?.1)?, 1)
+        self.send_frame(outer_flow, &build_gue_frame(outer_flow, &build_tcp_packet(&inner_flow, TCP_FLAG_SYN)?.1)?, 1)
     }
 
     /// Sends `packet_count` ACKs of an established connection to the guest. Fails when the kernel rejects one.
@@ -155,9 +159,9 @@ fn build_tcp_frame(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
 
 /// Returns the ethertype and the IP packet of a TCP segment.
 fn build_tcp_packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
-    let mut tcp_segment = segment_without_checksum(flow, flags);
+    let mut tcp_segment = build_segment_without_checksum(flow, flags);
     let segment_bytes = tcp_segment.len() as u8;
-    let (ethertype, header, addresses_offset) = ip_header(flow, PROTOCOL_TCP, segment_bytes)?;
+    let (ethertype, header, addresses_offset) = build_ip_header(flow, PROTOCOL_TCP, segment_bytes)?;
     let pseudo_header = [&header[addresses_offset..], &[0, PROTOCOL_TCP, 0, segment_bytes]].concat();
     let checksum = internet_checksum(&[&pseudo_header[..], &tcp_segment].concat());
     tcp_segment[16..18].copy_from_slice(&checksum.to_be_bytes());
@@ -166,28 +170,28 @@ fn build_tcp_packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
 
 /// Returns a GUE frame, in which outer IP and UDP headers for `outer_flow` enclose an IP packet. The outer UDP header
 /// has no checksum (docs/design.md).
-fn gue_frame(outer_flow: &FourTuple, packet: &[u8]) -> Result<Vec<u8>> {
+fn build_gue_frame(outer_flow: &FourTuple, packet: &[u8]) -> Result<Vec<u8>> {
     let udp_bytes = 8 + packet.len() as u8;
-    let (ethertype, header, _) = ip_header(outer_flow, PROTOCOL_UDP, udp_bytes)?;
+    let (ethertype, header, _) = build_ip_header(outer_flow, PROTOCOL_UDP, udp_bytes)?;
     let port_bytes = [outer_flow.client(), outer_flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
     Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &header, &port_bytes, &[0, udp_bytes, 0, 0], packet].concat())
 }
 
 /// Returns the ethertype, the IP header, and the offset of the addresses in that header.
-fn ip_header(flow: &FourTuple, protocol: u8, payload_bytes: u8) -> Result<([u8; 2], Vec<u8>, usize)> {
+fn build_ip_header(flow: &FourTuple, protocol: u8, payload_bytes: u8) -> Result<([u8; 2], Vec<u8>, usize)> {
     Ok(match (flow.client(), flow.vip()) {
         (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
-            ([0x08, 0x00], ipv4_header([*client.ip(), *vip.ip()], protocol, payload_bytes), 12)
+            ([0x08, 0x00], build_ipv4_header([*client.ip(), *vip.ip()], protocol, payload_bytes), 12)
         }
         (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
-            ([0x86, 0xdd], ipv6_header([*client.ip(), *vip.ip()], protocol, payload_bytes), 8)
+            ([0x86, 0xdd], build_ipv6_header([*client.ip(), *vip.ip()], protocol, payload_bytes), 8)
         }
         _ => bail!("{flow:?} has addresses of two families"),
     })
 }
 
 /// Returns a TCP segment without data, whose checksum is still 0.
-fn segment_without_checksum(flow: &FourTuple, flags: u8) -> Vec<u8> {
+fn build_segment_without_checksum(flow: &FourTuple, flags: u8) -> Vec<u8> {
     let port_bytes = [flow.client(), flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
     let data_offset = ((20 + TIMESTAMP_OPTIONS.len()) / 4) as u8;
     // sequence number 1, no acknowledgement, data offset, flags, window, no checksum yet, no urgent data
@@ -195,7 +199,7 @@ fn segment_without_checksum(flow: &FourTuple, flags: u8) -> Vec<u8> {
     [&port_bytes[..], &header_fields, &TIMESTAMP_OPTIONS].concat()
 }
 
-fn ipv4_header(addresses: [Ipv4Addr; 2], protocol: u8, payload_bytes: u8) -> Vec<u8> {
+fn build_ipv4_header(addresses: [Ipv4Addr; 2], protocol: u8, payload_bytes: u8) -> Vec<u8> {
     // version and header length, TOS, total length; identification 1, do not fragment; TTL 64, protocol, no checksum
     let header_fields = [0x45, 0, 0, 20 + payload_bytes, 0, 1, 0x40, 0, 64, protocol, 0, 0];
     let mut header = [&header_fields[..], &addresses.map(|address| address.octets()).concat()].concat();
@@ -204,7 +208,7 @@ fn ipv4_header(addresses: [Ipv4Addr; 2], protocol: u8, payload_bytes: u8) -> Vec
     header
 }
 
-fn ipv6_header(addresses: [Ipv6Addr; 2], protocol: u8, payload_bytes: u8) -> Vec<u8> {
+fn build_ipv6_header(addresses: [Ipv6Addr; 2], protocol: u8, payload_bytes: u8) -> Vec<u8> {
     // version, traffic class, flow label; payload length, next header, hop limit
     let header_fields = [0x60, 0, 0, 1, 0, payload_bytes, protocol, 64];
     [&header_fields[..], &addresses.map(|address| address.octets()).concat()].concat()
@@ -229,14 +233,14 @@ mod tests {
     fn flows_of_all_rounds_have_different_four_tuples() {
         let flows_of_all_rounds: BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
         assert_eq!(flows_of_all_rounds.len(), 250 * usize::from(FLOWS_PER_FAMILY));
-        assert_eq!(measured_flows().collect::<BTreeSet<_>>().len(), usize::from(FLOW_COUNT));
+        assert_eq!(measured_flows().collect::<BTreeSet<_>>().len(), usize::from(MEASURED_FLOW_COUNT));
     }
 
     #[test]
     fn gue_frames_have_different_outer_ports_and_contain_whole_packets() {
-        assert_eq!(gue_flows().collect::<BTreeSet<_>>().len(), usize::from(FLOW_COUNT));
+        assert_eq!(outer_gue_flows().collect::<BTreeSet<_>>().len(), usize::from(MEASURED_FLOW_COUNT));
         for (flow, header_bytes) in [(0, 20), (FLOWS_PER_FAMILY, 40)] {
-            let frame = gue_frame(&gue_flows().nth(flow.into()).unwrap(), &[7; 9]).unwrap();
+            let frame = build_gue_frame(&outer_gue_flows().nth(flow.into()).unwrap(), &[7; 9]).unwrap();
             let (ip, udp) = frame[14..].split_at(header_bytes);
             assert!(header_bytes == 40 || internet_checksum(ip) == 0);
             assert_eq!((udp.len(), &udp[2..8], &udp[8..]), (17, &[0x17, 0xc0, 0, 17, 0, 0][..], &[7; 9][..]));

@@ -14,7 +14,7 @@ enum SimCommand {
     /// Simulate load balancer and servers together: every combination of their policies
     Path(crate::path::cli::PathArgs),
     /// Find the highest load at which a server meets its SLO
-    Capacity(crate::rpc::cli::PeakArgs),
+    Capacity(crate::rpc::cli::PeakLoadArgs),
     /// Replay a trace through the load balancer under several policies
     Lb(crate::lb::cli::LbArgs),
     /// Simulate connections while the pool changes: broken connections and imbalance

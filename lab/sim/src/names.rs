@@ -15,8 +15,8 @@ pub struct UnknownName {
 }
 
 /// Minimum Jaro-Winkler similarity (0 to 1) of a name to be suggested.
-const MIN_SIMILARITY: f64 = 0.7;
-const MAX_SUGGESTIONS: usize = 3;
+const MIN_NAME_SIMILARITY: f64 = 0.7;
+const MAX_NAME_SUGGESTIONS: usize = 3;
 
 impl UnknownName {
     pub fn new<N: Into<String>>(kind: &'static str, name: &str, known_names: impl IntoIterator<Item = N>) -> Self {
@@ -29,10 +29,10 @@ impl UnknownName {
             .known_names
             .iter()
             .map(|name| (strsim::jaro_winkler(&lowercase_name, &name.to_lowercase()), name.as_str()))
-            .filter(|(similarity, _)| *similarity >= MIN_SIMILARITY)
+            .filter(|(similarity, _)| *similarity >= MIN_NAME_SIMILARITY)
             .collect();
         similar_names.sort_by(|(a, _), (b, _)| b.total_cmp(a));
-        similar_names.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect()
+        similar_names.into_iter().take(MAX_NAME_SUGGESTIONS).map(|(_, name)| name).collect()
     }
 
     fn format_suggestions(&self) -> String {

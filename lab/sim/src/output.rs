@@ -5,7 +5,7 @@ use serde::Serialize;
 
 /// Format of a result on standard output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Format {
+pub enum ResultFormat {
     /// Text for people
     Text,
     /// One JSON object, for programs
@@ -14,29 +14,30 @@ pub enum Format {
     Csv,
 }
 
-/// Result that can be printed in every [`Format`]. JSON contains the serialized value, text and CSV contain its rows.
-pub trait Printable: Serialize {
-    fn columns(&self) -> Vec<&'static str>;
+/// Result that can be printed in every [`ResultFormat`]. JSON contains the serialized value, text and CSV contain its
+/// rows.
+pub trait PrintableResult: Serialize {
+    fn column_titles(&self) -> Vec<&'static str>;
 
-    /// Returns the rows of the table, each with as many cells as [`Printable::columns`].
-    fn rows(&self) -> Vec<Vec<String>>;
+    /// Returns the rows of the table, each with as many cells as [`PrintableResult::column_titles`].
+    fn table_rows(&self) -> Vec<Vec<String>>;
 
     /// Returns the remarks below the table of the text output, such as omitted parts or the run time.
-    fn remarks(&self) -> Vec<String> {
+    fn table_remarks(&self) -> Vec<String> {
         Vec::new()
     }
 
     /// Returns the whole result as text, ending with a line feed.
-    fn render(&self, format: Format) -> String {
+    fn render(&self, format: ResultFormat) -> String {
         match format {
-            Format::Json => serde_json::to_string_pretty(self).expect("results have string keys only") + "\n",
-            Format::Csv => format_csv(&self.columns(), &self.rows()),
-            Format::Text => {
+            ResultFormat::Json => serde_json::to_string_pretty(self).expect("results have string keys only") + "\n",
+            ResultFormat::Csv => format_csv(&self.column_titles(), &self.table_rows()),
+            ResultFormat::Text => {
                 let mut table = Table::new();
                 table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
-                table.set_header(self.columns());
-                table.add_rows(self.rows());
-                let remark_lines: String = self.remarks().iter().map(|remark| format!("{remark}\n")).collect();
+                table.set_header(self.column_titles());
+                table.add_rows(self.table_rows());
+                let remark_lines: String = self.table_remarks().iter().map(|remark| format!("{remark}\n")).collect();
                 format!("{table}\n{remark_lines}")
             }
         }

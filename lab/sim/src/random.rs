@@ -7,26 +7,26 @@ use std::sync::LazyLock;
 
 use rand::Rng;
 
-const LAYER_COUNT: usize = 256;
+const ZIGGURAT_LAYER_COUNT: usize = 256;
 
 /// Ziggurat sampler for a decreasing density on x >= 0, which is cut into layers of equal area (Marsaglia and Tsang,
 /// "The ziggurat method for generating random variables", J. Stat. Softw. 5, 2000). Nearly always, one draw, one
 /// multiplication and one comparison suffice.
 #[derive(Debug)]
-struct Ziggurat {
+struct ZigguratSampler {
     /// Right ends of the layers, from the lowest layer to the highest. The lowest layer's end includes the tail's area.
     /// The last value is 0.
-    layer_ends: [f64; LAYER_COUNT + 1],
+    layer_ends: [f64; ZIGGURAT_LAYER_COUNT + 1],
     /// Density at the right end of each layer.
-    layer_heights: [f64; LAYER_COUNT + 1],
+    layer_heights: [f64; ZIGGURAT_LAYER_COUNT + 1],
 }
 
-impl Ziggurat {
+impl ZigguratSampler {
     /// Computes the layers. The paper gives the start of the tail and the area of each layer.
     fn new(tail_start: f64, layer_area: f64, density: fn(f64) -> f64, inverse_density: fn(f64) -> f64) -> Self {
-        let mut layer_ends = [0.0; LAYER_COUNT + 1];
+        let mut layer_ends = [0.0; ZIGGURAT_LAYER_COUNT + 1];
         (layer_ends[0], layer_ends[1]) = (layer_area / density(tail_start), tail_start);
-        for layer in 2..LAYER_COUNT {
+        for layer in 2..ZIGGURAT_LAYER_COUNT {
             layer_ends[layer] = inverse_density(density(layer_ends[layer - 1]) + layer_area / layer_ends[layer - 1]);
         }
         Self { layer_ends, layer_heights: layer_ends.map(density) }
@@ -36,47 +36,57 @@ impl Ziggurat {
     #[cold]
     fn is_below_density(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
         let (lower_height, upper_height) = (self.layer_heights[layer], self.layer_heights[layer + 1]);
-        lower_height + (upper_height - lower_height) * uniform_unit(rng) < density
+        lower_height + (upper_height - lower_height) * draw_uniform_unit(rng) < density
     }
 }
 
 const EXPONENTIAL_TAIL_START: f64 = 7.697_117_470_131_05;
-static EXPONENTIAL_ZIGGURAT: LazyLock<Ziggurat> = LazyLock::new(|| {
-    Ziggurat::new(EXPONENTIAL_TAIL_START, 3.949_659_822_581_557e-3, |x| libm::exp(-x), |height| -libm::log(height))
+static EXPONENTIAL_ZIGGURAT: LazyLock<ZigguratSampler> = LazyLock::new(|| {
+    ZigguratSampler::new(
+        EXPONENTIAL_TAIL_START,
+        3.949_659_822_581_557e-3,
+        |x| libm::exp(-x),
+        |height| -libm::log(height),
+    )
 });
 
 const NORMAL_TAIL_START: f64 = 3.654_152_885_361_009;
-static NORMAL_ZIGGURAT: LazyLock<Ziggurat> = LazyLock::new(|| {
-    let inverse_density = |height| (-2.0 * libm::log(height)).sqrt();
-    Ziggurat::new(NORMAL_TAIL_START, 4.928_673_233_974_655e-3, |x| libm::exp(-x * x / 2.0), inverse_density)
+static NORMAL_ZIGGURAT: LazyLock<ZigguratSampler> = LazyLock::new(|| {
+    let compute_inverse_density = |height| (-2.0 * libm::log(height)).sqrt();
+    ZigguratSampler::new(
+        NORMAL_TAIL_START,
+        4.928_673_233_974_655e-3,
+        |x| libm::exp(-x * x / 2.0),
+        compute_inverse_density,
+    )
 });
 
 /// Returns a uniformly distributed number in [0, 1) with 53 random bits.
 #[inline]
-pub fn uniform_unit(rng: &mut impl Rng) -> f64 {
+pub fn draw_uniform_unit(rng: &mut impl Rng) -> f64 {
     (rng.next_u64() >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 }
 }
 
 /// Returns a uniformly distributed number in (0, 1], whose logarithm is finite.
-fn uniform_above_zero(rng: &mut impl Rng) -> f64 {
-    1.0 - uniform_unit(rng)
+fn draw_uniform_above_zero(rng: &mut impl Rng) -> f64 {
+    1.0 - draw_uniform_unit(rng)
 }
 
 /// Returns an exponentially distributed number with mean 1.
 #[inline]
-pub fn exponential(rng: &mut impl Rng) -> f64 {
+pub fn draw_exponential(rng: &mut impl Rng) -> f64 {
     let ziggurat = &*EXPONENTIAL_ZIGGURAT;
     loop {
         let random_bits = rng.next_u64();
         // The lowest bits select the layer, and the highest 53 bits the position in the layer.
-        let layer = random_bits as usize % LAYER_COUNT;
+        let layer = random_bits as usize % ZIGGURAT_LAYER_COUNT;
         let x = (random_bits >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.layer_ends[layer];
         if x < ziggurat.layer_ends[layer + 1] {
             return x;
         }
         if layer == 0 {
             // The tail of an exponential distribution is itself exponentially distributed.
-            return EXPONENTIAL_TAIL_START - libm::log(uniform_above_zero(rng));
+            return EXPONENTIAL_TAIL_START - libm::log(draw_uniform_above_zero(rng));
         }
         if ziggurat.is_below_density(rng, layer, libm::exp(-x)) {
             return x;
@@ -86,18 +96,18 @@ pub fn exponential(rng: &mut impl Rng) -> f64 {
 
 /// Returns a normally distributed number with mean 0 and variance 1.
 #[inline]
-pub fn standard_normal(rng: &mut impl Rng) -> f64 {
+pub fn draw_standard_normal(rng: &mut impl Rng) -> f64 {
     let ziggurat = &*NORMAL_ZIGGURAT;
     loop {
         let random_bits = rng.next_u64();
-        let layer = random_bits as usize % LAYER_COUNT;
-        let sign = if random_bits & LAYER_COUNT as u64 == 0 { 1.0 } else { -1.0 };
+        let layer = random_bits as usize % ZIGGURAT_LAYER_COUNT;
+        let sign = if random_bits & ZIGGURAT_LAYER_COUNT as u64 == 0 { 1.0 } else { -1.0 };
         let x = (random_bits >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.layer_ends[layer];
         if x < ziggurat.layer_ends[layer + 1] {
             return sign * x;
         }
         if layer == 0 {
-            return sign * normal_tail(rng);
+            return sign * draw_normal_tail(rng);
         }
         if ziggurat.is_below_density(rng, layer, libm::exp(-x * x / 2.0)) {
             return sign * x;
@@ -108,18 +118,18 @@ pub fn standard_normal(rng: &mut impl Rng) -> f64 {
 /// Returns a number from the tail of the normal distribution (Marsaglia, "Generating a variable from the tail of the
 /// normal distribution", Technometrics 6, 1964).
 #[cold]
-fn normal_tail(rng: &mut impl Rng) -> f64 {
+fn draw_normal_tail(rng: &mut impl Rng) -> f64 {
     loop {
-        let x = -libm::log(uniform_above_zero(rng)) / NORMAL_TAIL_START;
-        if -2.0 * libm::log(uniform_above_zero(rng)) >= x * x {
+        let x = -libm::log(draw_uniform_above_zero(rng)) / NORMAL_TAIL_START;
+        if -2.0 * libm::log(draw_uniform_above_zero(rng)) >= x * x {
             return NORMAL_TAIL_START + x;
         }
     }
 }
 
 /// Returns a log-normally distributed number, whose logarithm has this mean and standard deviation.
-pub fn log_normal(rng: &mut impl Rng, mean: f64, standard_deviation: f64) -> f64 {
-    libm::exp(mean + standard_deviation * standard_normal(rng))
+pub fn draw_log_normal(rng: &mut impl Rng, mean: f64, standard_deviation: f64) -> f64 {
+    libm::exp(mean + standard_deviation * draw_standard_normal(rng))
 }
 
 #[cfg(test)]
@@ -145,14 +155,17 @@ mod tests {
     #[test]
     fn draws_follow_their_distributions() {
         let mut rng = seeded_rng(1, 0);
-        assert!(kolmogorov_smirnov_distance(|| uniform_unit(&mut rng), |x| x) < MAX_KS_DISTANCE);
-        assert!(kolmogorov_smirnov_distance(|| exponential(&mut rng), |x| 1.0 - libm::exp(-x)) < MAX_KS_DISTANCE);
-        let normal_distribution = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
-        assert!(kolmogorov_smirnov_distance(|| standard_normal(&mut rng), normal_distribution) < MAX_KS_DISTANCE);
+        assert!(kolmogorov_smirnov_distance(|| draw_uniform_unit(&mut rng), |x| x) < MAX_KS_DISTANCE);
+        assert!(kolmogorov_smirnov_distance(|| draw_exponential(&mut rng), |x| 1.0 - libm::exp(-x)) < MAX_KS_DISTANCE);
+        let compute_normal_distribution = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
+        assert!(
+            kolmogorov_smirnov_distance(|| draw_standard_normal(&mut rng), compute_normal_distribution)
+                < MAX_KS_DISTANCE
+        );
         assert!(
             kolmogorov_smirnov_distance(
-                || log_normal(&mut rng, 1.0, 0.5),
-                |x| normal_distribution((libm::log(x) - 1.0) / 0.5)
+                || draw_log_normal(&mut rng, 1.0, 0.5),
+                |x| compute_normal_distribution((libm::log(x) - 1.0) / 0.5)
             ) < MAX_KS_DISTANCE
         );
     }
@@ -164,11 +177,14 @@ mod tests {
             let expected_count = tail_probability * 10.0 * DRAW_COUNT as f64;
             assert!((count as f64 - expected_count).abs() < 4.0 * expected_count.sqrt(), "{count} of {expected_count}");
         };
-        assert_tail_probability(libm::exp(-8.0), (0..10 * DRAW_COUNT).filter(|_| exponential(&mut rng) > 8.0).count());
+        assert_tail_probability(
+            libm::exp(-8.0),
+            (0..10 * DRAW_COUNT).filter(|_| draw_exponential(&mut rng) > 8.0).count(),
+        );
         let probability_beyond_four = libm::erfc(4.0 / 2f64.sqrt());
         assert_tail_probability(
             probability_beyond_four,
-            (0..10 * DRAW_COUNT).filter(|_| standard_normal(&mut rng).abs() > 4.0).count(),
+            (0..10 * DRAW_COUNT).filter(|_| draw_standard_normal(&mut rng).abs() > 4.0).count(),
         );
     }
 
@@ -176,7 +192,7 @@ mod tests {
     fn ziggurat_layers_have_equal_areas() {
         for ziggurat in [&*EXPONENTIAL_ZIGGURAT, &*NORMAL_ZIGGURAT] {
             let area = ziggurat.layer_ends[0] * ziggurat.layer_heights[1];
-            for layer in 1..LAYER_COUNT {
+            for layer in 1..ZIGGURAT_LAYER_COUNT {
                 let layer_area =
                     ziggurat.layer_ends[layer] * (ziggurat.layer_heights[layer + 1] - ziggurat.layer_heights[layer]);
                 assert!((layer_area / area - 1.0).abs() < 1e-8, "layer {layer}: {layer_area} against {area}");

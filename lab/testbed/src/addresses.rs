@@ -41,12 +41,12 @@ impl AddressFamily {
     pub fn host_address(self, host: Ipv4Addr) -> IpAddr {
         match self {
             AddressFamily::Ipv4 => host.into(),
-            AddressFamily::Ipv6 => ipv6_address(host).into(),
+            AddressFamily::Ipv6 => host_ipv6_address(host).into(),
         }
     }
 
     /// Returns the VIP with this index, counted from 0.
-    pub fn vip(self, index: u8) -> IpAddr {
+    pub fn nth_vip(self, index: u8) -> IpAddr {
         match self {
             AddressFamily::Ipv4 => Ipv4Addr::from_bits(FIRST_IPV4_VIP.to_bits() + u32::from(index)).into(),
             AddressFamily::Ipv6 => Ipv6Addr::from_bits(FIRST_IPV6_VIP.to_bits() + u128::from(index)).into(),
@@ -55,7 +55,7 @@ impl AddressFamily {
 }
 
 /// Returns a host's IPv6 address, which is 2001:db8:: with the host's IPv4 address in the last four bytes.
-pub fn ipv6_address(host: Ipv4Addr) -> Ipv6Addr {
+pub fn host_ipv6_address(host: Ipv4Addr) -> Ipv6Addr {
     let network = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0);
     Ipv6Addr::from_bits(network.to_bits() | u128::from(host.to_bits()))
 }
@@ -85,7 +85,7 @@ pub fn rack_controller_name(number: u16) -> String {
     format!("rack{number}")
 }
 
-/// IPv4 prefix as (address, length in bits). [`ipv6_prefix`] returns the corresponding IPv6 prefix.
+/// IPv4 prefix as (address, length in bits). [`to_ipv6_prefix_text`] returns the corresponding IPv6 prefix.
 pub(crate) type Ipv4Prefix = (Ipv4Addr, u8);
 
 /// IPv4 prefix of the default route, which contains all addresses.
@@ -94,9 +94,9 @@ pub(crate) const DEFAULT_ROUTE_PREFIX: Ipv4Prefix = (Ipv4Addr::UNSPECIFIED, 0);
 pub(crate) const ROUTED_CLIENTS_PREFIX: Ipv4Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
 
 /// Returns the IPv6 prefix of the hosts in an IPv4 prefix, in the notation of the `ip` command.
-pub(crate) fn ipv6_prefix((network, length): Ipv4Prefix) -> String {
+pub(crate) fn to_ipv6_prefix_text((network, length): Ipv4Prefix) -> String {
     match length {
         0 => "::/0".to_owned(),
-        _ => format!("{}/{}", ipv6_address(network), 96 + length),
+        _ => format!("{}/{}", host_ipv6_address(network), 96 + length),
     }
 }

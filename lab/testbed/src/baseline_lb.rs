@@ -1,10 +1,10 @@
 //! Other load balancers in front of the testbed's servers, for tests that migrate a service to coreward and back.
 //!
-//! * [`BaselineKind::DirectServerReturn`] is IPVS with direct routing where the kernel has it (as LVS and keepalived
+//! * [`BaselineLbKind::DirectServerReturn`] is IPVS with direct routing where the kernel has it (as LVS and keepalived
 //!   use it). Elsewhere nftables treats packets in the same way. A SYN picks a server and creates a table entry. Later
 //!   packets follow the entry to the server's MAC address, and answers go straight to the client. The host itself has
 //!   the VIP, and refuses packets without an entry.
-//! * [`BaselineKind::TcpProxy`] is HAProxy. It ends clients' connections itself and opens its own to the servers'
+//! * [`BaselineLbKind::TcpProxy`] is HAProxy. It ends clients' connections itself and opens its own to the servers'
 //!   addresses.
 
 use std::fmt::Write as _;
@@ -17,16 +17,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 
 use crate::addresses::{AddressFamily, HOST_DEVICE, SEGMENT_PREFIX_LENGTH, server_address};
-use crate::namespace::{Namespace, run_ip_batch};
-use crate::process::{self, DEFAULT_TIMEOUT, Process};
+use crate::namespace::{NetworkNamespace, run_ip_batch};
+use crate::process::{self, DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::{Testbed, create_namespaces};
 
 /// IPv4 address of the baseline load balancer on the servers' segment.
-pub const BASELINE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
+pub const BASELINE_LB_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS_PROC_PATH: &str = "/proc/net/ip_vs";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BaselineKind {
+pub enum BaselineLbKind {
     /// Forwarding at layer 2. The servers send their answers directly to the client.
     DirectServerReturn,
     /// TCP proxy, which has one connection to the client and another one to the server.
@@ -36,14 +36,14 @@ pub enum BaselineKind {
 /// Running baseline load balancer. Dropping it ends its processes and removes its namespace.
 #[derive(Debug)]
 pub struct BaselineLoadBalancer {
-    namespace: Namespace,
-    _proxy_process: Option<Process>,
+    namespace: NetworkNamespace,
+    _proxy_process: Option<TestbedProcess>,
 }
 
 impl Testbed {
     /// Starts a baseline load balancer. It gets no packets until [`Testbed::route_vips_to_baseline`] is called. Fails
     /// when a program is missing or a command fails.
-    pub fn start_baseline_load_balancer(&self, kind: BaselineKind) -> anyhow::Result<BaselineLoadBalancer> {
+    pub fn start_baseline_load_balancer(&self, kind: BaselineLbKind) -> anyhow::Result<BaselineLoadBalancer> {
         let namespace = self.instance_namespace("director");
         create_namespaces(&[&namespace])?;
         self.connect_to_switch(&namespace, "director", 1, 1)?;
@@ -54,28 +54,29 @@ impl Testbed {
             format!("address add {}/{prefix_length_and_flags} dev lo\n", self.service_address().ip());
         run_ip_batch(
             Some(&namespace),
-            &(self.address_commands(BASELINE_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE) + &vip_address_command),
+            &(self.build_address_commands(BASELINE_LB_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE)
+                + &vip_address_command),
         )?;
         let proxy_process = match kind {
-            BaselineKind::DirectServerReturn if Path::new(IPVS_PROC_PATH).exists() => {
+            BaselineLbKind::DirectServerReturn if Path::new(IPVS_PROC_PATH).exists() => {
                 self.forward_by_ipvs(&namespace)?;
                 None
             }
-            BaselineKind::DirectServerReturn => {
+            BaselineLbKind::DirectServerReturn => {
                 self.forward_by_nftables(&namespace)?;
                 None
             }
-            BaselineKind::TcpProxy => Some(self.start_haproxy(&namespace)?),
+            BaselineLbKind::TcpProxy => Some(self.start_haproxy(&namespace)?),
         };
         Ok(BaselineLoadBalancer { namespace, _proxy_process: proxy_process })
     }
 
     /// Routes the VIPs to the baseline load balancer. Fails when the kernel rejects the route.
     pub fn route_vips_to_baseline(&self) -> anyhow::Result<()> {
-        self.route_vips_to_hosts(&[BASELINE_ADDRESS])
+        self.route_vips_to_hosts(&[BASELINE_LB_ADDRESS])
     }
 
-    fn forward_by_ipvs(&self, namespace: &Namespace) -> anyhow::Result<()> {
+    fn forward_by_ipvs(&self, namespace: &NetworkNamespace) -> anyhow::Result<()> {
         let run_ipvsadm = |arguments: String| {
             let mut command = Command::new("ipvsadm");
             command.args(arguments.split_whitespace());
@@ -90,7 +91,7 @@ impl Testbed {
         Ok(())
     }
 
-    fn forward_by_nftables(&self, namespace: &Namespace) -> anyhow::Result<()> {
+    fn forward_by_nftables(&self, namespace: &NetworkNamespace) -> anyhow::Result<()> {
         let servers = self.server_numbers();
         let server_count = servers.len();
         let balancer_mac = read_mac_address(namespace)?;
@@ -129,7 +130,7 @@ impl Testbed {
         self.run_command(namespace, nft).map(drop).with_context(|| ruleset)
     }
 
-    fn start_haproxy(&self, namespace: &Namespace) -> anyhow::Result<Process> {
+    fn start_haproxy(&self, namespace: &NetworkNamespace) -> anyhow::Result<TestbedProcess> {
         let service = self.service_address();
         let mut haproxy_config = format!(
             "global\n    nbthread 1\n    maxconn 4000\ndefaults\n    mode tcp\n    timeout connect 5s\n    \
@@ -158,7 +159,7 @@ impl Testbed {
 }
 
 impl BaselineLoadBalancer {
-    pub fn namespace(&self) -> &Namespace {
+    pub fn namespace(&self) -> &NetworkNamespace {
         &self.namespace
     }
 }
@@ -178,10 +179,10 @@ impl Drop for BaselineLoadBalancer {
     }
 }
 
-fn read_mac_address(namespace: &Namespace) -> anyhow::Result<String> {
+fn read_mac_address(namespace: &NetworkNamespace) -> anyhow::Result<String> {
     let mut ip = Command::new("ip");
     ip.args(["-json", "link", "show", HOST_DEVICE]);
-    let output = process::run_command(namespace, ip)?;
+    let output = process::run_command_in_namespace(namespace, ip)?;
     let links: serde_json::Value = serde_json::from_slice(&output.stdout)?;
     Ok(links[0]["address"].as_str().context("ip names no MAC address")?.to_owned())
 }

@@ -21,7 +21,7 @@ enum TestbedCommand {
     /// Run a key-value server on cores of `coreward orchestrate`
     OrchestratedServer(orchestrated_server::OrchestratedServerArgs),
     /// Replay an arrival log against a service and print the results as JSON
-    Load(load::LoadArgs),
+    Load(load::LoadClientArgs),
     /// Serve long connections, in several network namespaces at once
     StreamServer(stream::server::StreamServerArgs),
     /// Open long connections and print their results per second as JSON
@@ -46,21 +46,21 @@ enum TestbedCommand {
 }
 
 /// Runs a sub-command of `coreward-lab testbed`. Call it before any thread is started, because some servers fork.
-pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
+pub fn run_testbed_command(args: &TestbedArgs) -> anyhow::Result<()> {
     match &args.command {
-        TestbedCommand::PacedServer(args) => paced_server::run(args),
-        TestbedCommand::KeyValueServer(args) => key_value::server::run(args),
-        TestbedCommand::OrchestratedServer(args) => orchestrated_server::run(args),
-        TestbedCommand::Load(args) => load::run(args),
-        TestbedCommand::StreamServer(args) => stream::server::run(args),
-        TestbedCommand::StreamClient(args) => stream::client::run(args),
+        TestbedCommand::PacedServer(args) => paced_server::run_paced_server(args),
+        TestbedCommand::KeyValueServer(args) => key_value::server::run_key_value_server(args),
+        TestbedCommand::OrchestratedServer(args) => orchestrated_server::run_orchestrated_server(args),
+        TestbedCommand::Load(args) => load::run_load_client(args),
+        TestbedCommand::StreamServer(args) => stream::server::run_stream_server(args),
+        TestbedCommand::StreamClient(args) => stream::client::run_stream_client(args),
         TestbedCommand::Pcc(args) => pcc::main(args),
         TestbedCommand::Conformance(options) => conformance::main(*options),
         TestbedCommand::Chaos(options) => chaos::main(options),
         TestbedCommand::DispatchSoak(options) => dispatch_soak::main(*options),
         TestbedCommand::KnotBenchmark(args) => knot_benchmark::main(args),
         TestbedCommand::Clean { names } => {
-            instance::clean_up(names)?.iter().for_each(|name| println!("removed testbed {name}"));
+            instance::remove_killed_testbeds(names)?.iter().for_each(|name| println!("removed testbed {name}"));
             Ok(())
         }
     }

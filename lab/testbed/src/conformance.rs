@@ -17,13 +17,13 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 
 use crate::addresses::{AddressFamily, HOST_DEVICE, server_address};
 use crate::counters::{
-    self, KernelCounters, PAWS_ESTABLISHED_DROP_COUNTER, PAWS_OLD_ACK_COUNTER, TIMESTAMP_DROP_COUNTERS,
+    self, KernelNetworkCounters, PAWS_ESTABLISHED_DROP_COUNTER, PAWS_OLD_ACK_COUNTER, TIMESTAMP_DROP_COUNTERS,
 };
-use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, core_load_file_path};
+use crate::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState, core_load_file_path};
 use crate::http::HttpConnection;
 use crate::instance;
-use crate::namespace::Namespace;
-use crate::network_options::NetworkOptions;
+use crate::namespace::NetworkNamespace;
+use crate::network_options::TestbedNetworkOptions;
 use crate::nginx::{LARGE_FILE_BYTES, LARGE_FILE_PATH, NginxServer, SLOW_FILE_PATH, WORKER_IDENTITY_PATH};
 use crate::topology::{Testbed, TestbedOptions};
 
@@ -43,7 +43,7 @@ pub struct ConformanceArgs {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=2))]
     pub syncookies: u8,
     #[command(flatten)]
-    pub network: NetworkOptions,
+    pub network: TestbedNetworkOptions,
 }
 
 /// Results of the conformance test.
@@ -66,15 +66,15 @@ pub struct ConformanceOutcome {
     /// Counters of the load balancer that are above 0, by name.
     pub lb_counters: BTreeMap<String, u64>,
     /// TCP counters of the run with coreward.
-    pub tcp_counters: TcpCounters,
+    pub tcp_counters: TcpCounterGrowth,
     /// TCP counters of a run under the same load in which the load balancer's kernel only routes packets. `None` if
     /// servers are behind a router, because the kernel cannot route packets for a VIP to them.
-    pub tcp_counters_without_coreward: Option<TcpCounters>,
+    pub tcp_counters_without_coreward: Option<TcpCounterGrowth>,
 }
 
 /// Growth of TCP counters during a run, summed over the client and all servers.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
-pub struct TcpCounters {
+pub struct TcpCounterGrowth {
     pub sent_segments: u64,
     pub retransmitted_segments: u64,
     /// Number of retransmitted segments per million segments sent.
@@ -103,7 +103,7 @@ impl ConformanceOutcome {
     }
 }
 
-impl TcpCounters {
+impl TcpCounterGrowth {
     /// Returns whether reordering alone explains the segments dropped for their timestamps. A server gets TSvals that
     /// clients' kernels made. A client gets those that coreward made, with 65,536 ticks per ms, while Linux accepts
     /// segments at most one tick late. So a reordered segment is sometimes dropped and retransmitted (docs/limits.md).
@@ -119,7 +119,7 @@ impl TcpCounters {
 
 /// Runs the conformance test and prints its outcome as JSON. Fails when the setup fails or a connection breaks.
 pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
-    let outcome = run(&instance::unique_name("conformance")?, options)?;
+    let outcome = run_conformance_test(&instance::unique_testbed_name("conformance")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
     ensure!(outcome.has_passed(), "something broke: see above");
     Ok(())
@@ -134,11 +134,11 @@ const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
 /// Runs the conformance test in a new testbed named `instance`. Fails when the setup fails. Broken connections are part
 /// of the outcome.
-pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<ConformanceOutcome> {
+pub fn run_conformance_test(instance: &str, options: ConformanceArgs) -> anyhow::Result<ConformanceOutcome> {
     let testbed = Testbed::create(TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: SERVER_COUNT,
-        ..options.network.testbed_options()
+        ..options.network.to_testbed_options()
     })?;
     for number in testbed.server_numbers() {
         let syncookies_value = options.syncookies.to_string();
@@ -153,8 +153,8 @@ pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<Conforman
 
 /// Runs the load of the test without coreward: the load balancer's kernel routes each connection to a server by a hash
 /// (ECMP). The returned counters show the losses and retransmissions that the machine itself causes.
-fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::Result<TcpCounters> {
-    let forwarding_sysctl = |value: &str| match options.network.family {
+fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::Result<TcpCounterGrowth> {
+    let set_forwarding_sysctl = |value: &str| match options.network.family {
         AddressFamily::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
             ("ipv4/ip_forward", value),
             ("ipv4/fib_multipath_hash_policy", "1"),
@@ -165,7 +165,7 @@ fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::
             .load_balancer(1)?
             .set_sysctls(&[("ipv6/conf/all/forwarding", value), ("ipv6/fib_multipath_hash_policy", "1")]),
     };
-    forwarding_sysctl("1")?;
+    set_forwarding_sysctl("1")?;
     let route_next_hops = testbed.server_numbers().into_iter().flat_map(|number| {
         let hop_address = options.network.family.host_address(server_address(number)).to_string();
         ["nexthop".to_owned(), "via".to_owned(), hop_address, "dev".to_owned(), HOST_DEVICE.to_owned()]
@@ -176,7 +176,7 @@ fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::
     run_downloads(testbed, options.downloads)?;
     let tcp_counters = compute_tcp_counter_growth(&counters_before, &read_all_counters(testbed)?);
     change_vip_route(testbed, "delete", std::iter::empty())?;
-    forwarding_sysctl("0")?;
+    set_forwarding_sysctl("0")?;
     Ok(tcp_counters)
 }
 
@@ -194,14 +194,14 @@ fn change_vip_route(
 fn run_with_coreward(
     testbed: &Testbed,
     options: ConformanceArgs,
-    tcp_without_coreward: Option<TcpCounters>,
+    tcp_without_coreward: Option<TcpCounterGrowth>,
 ) -> anyhow::Result<ConformanceOutcome> {
     for number in testbed.server_numbers() {
         write_busy_times(&core_load_file_path(testbed, number), &vec![0; usize::from(testbed.options().core_count)])?;
     }
     let mut fleet = Fleet::start(
         testbed,
-        FleetOptions { load_source: LoadSource::PacedServer, ..options.network.fleet_options() },
+        FleetOptions { load_source: CoreLoadSource::PacedServer, ..options.network.to_fleet_options() },
     )?;
     let first_table_generation = query_table_generation(&fleet, testbed)?;
     let counters_before = read_all_counters(testbed)?;
@@ -255,7 +255,7 @@ fn measure_clients(
             used_tables: 0,
             pool_changes: 0,
             lb_counters: BTreeMap::new(),
-            tcp_counters: TcpCounters::default(),
+            tcp_counters: TcpCounterGrowth::default(),
             tcp_counters_without_coreward: None,
         })
     })
@@ -289,46 +289,50 @@ fn query_load_balancer_counters(fleet: &Fleet, testbed: &Testbed) -> anyhow::Res
     Ok(counter_values.filter(|(_, count)| *count > 0).collect())
 }
 
-fn client_and_server_namespaces(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
+fn client_and_server_namespaces(testbed: &Testbed) -> anyhow::Result<Vec<&NetworkNamespace>> {
     let server_numbers = testbed.server_numbers();
     std::iter::once(Ok(testbed.client()))
         .chain(server_numbers.into_iter().map(|number| testbed.server(number)))
         .collect()
 }
 
-fn read_all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelCounters>> {
+fn read_all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelNetworkCounters>> {
     client_and_server_namespaces(testbed)?.into_iter().map(counters::read_kernel_counters).collect()
 }
 
-fn compute_tcp_counter_growth(counters_before: &[KernelCounters], counters_after: &[KernelCounters]) -> TcpCounters {
-    let counter_growth = |name| {
-        counters::total_over_namespaces(counters_after, name) - counters::total_over_namespaces(counters_before, name)
+fn compute_tcp_counter_growth(
+    counters_before: &[KernelNetworkCounters],
+    counters_after: &[KernelNetworkCounters],
+) -> TcpCounterGrowth {
+    let compute_counter_growth = |name| {
+        counters::sum_counter_over_namespaces(counters_after, name)
+            - counters::sum_counter_over_namespaces(counters_before, name)
     };
-    let retransmitted_segments = counter_growth("TcpRetransSegs");
-    let sent_segments = counter_growth("TcpOutSegs");
-    TcpCounters {
+    let retransmitted_segments = compute_counter_growth("TcpRetransSegs");
+    let sent_segments = compute_counter_growth("TcpOutSegs");
+    TcpCounterGrowth {
         sent_segments,
         retransmitted_segments,
         retransmitted_ppm: retransmitted_segments as f64 / sent_segments.max(1) as f64 * 1e6,
-        spurious_retransmissions: counter_growth("TcpExtTCPDSACKRecvSegs"),
-        timestamp_drops_at_servers: timestamp_drop_growth(&counters_before[1..], &counters_after[1..]),
-        timestamp_drops_at_client: timestamp_drop_growth(&counters_before[..1], &counters_after[..1]),
-        reordered_acks: counter_growth(PAWS_OLD_ACK_COUNTER),
+        spurious_retransmissions: compute_counter_growth("TcpExtTCPDSACKRecvSegs"),
+        timestamp_drops_at_servers: compute_timestamp_drop_growth(&counters_before[1..], &counters_after[1..]),
+        timestamp_drops_at_client: compute_timestamp_drop_growth(&counters_before[..1], &counters_after[..1]),
+        reordered_acks: compute_counter_growth(PAWS_OLD_ACK_COUNTER),
     }
 }
 
-fn timestamp_drop_growth(
-    counters_before: &[KernelCounters],
-    counters_after: &[KernelCounters],
+fn compute_timestamp_drop_growth(
+    counters_before: &[KernelNetworkCounters],
+    counters_after: &[KernelNetworkCounters],
 ) -> BTreeMap<String, u64> {
-    let counter_growth = |name| {
+    let compute_counter_growth = |name| {
         (
             String::from(name),
-            counters::total_over_namespaces(counters_after, name)
-                - counters::total_over_namespaces(counters_before, name),
+            counters::sum_counter_over_namespaces(counters_after, name)
+                - counters::sum_counter_over_namespaces(counters_before, name),
         )
     };
-    TIMESTAMP_DROP_COUNTERS.into_iter().map(counter_growth).filter(|(_, count)| *count > 0).collect()
+    TIMESTAMP_DROP_COUNTERS.into_iter().map(compute_counter_growth).filter(|(_, count)| *count > 0).collect()
 }
 
 /// Writes the busy times of a paced server's cores (ns) into its core load file. Fails when the file cannot be written.
@@ -341,19 +345,19 @@ pub fn write_busy_times(path: &Path, busy_times_ns: &[u64]) -> anyhow::Result<()
 
 /// Writes a random busy time for every core ten times a second, until `stop_flag` is set.
 pub(crate) fn write_random_busy_times(testbed: &Testbed, stop_flag: &AtomicBool) -> anyhow::Result<()> {
-    const WRITE_INTERVAL: Duration = Duration::from_millis(100);
-    let mut rng = seeded_rng(testbed.options().seed, 5);
+    const BUSY_TIME_WRITE_INTERVAL: Duration = Duration::from_millis(100);
+    let mut rng = seeded_rng(testbed.options().rss_key_seed, 5);
     let core_count = usize::from(testbed.options().core_count);
     let server_numbers = testbed.server_numbers();
     let mut busy_times_ns = vec![0u64; server_numbers.len() * core_count];
     while !stop_flag.load(Ordering::Relaxed) {
         for core_busy_ns in &mut busy_times_ns {
-            *core_busy_ns += u64::from(uniform_below(&mut rng, WRITE_INTERVAL.as_nanos() as u32));
+            *core_busy_ns += u64::from(uniform_below(&mut rng, BUSY_TIME_WRITE_INTERVAL.as_nanos() as u32));
         }
         for (number, server_busy_ns) in server_numbers.iter().zip(busy_times_ns.chunks(core_count)) {
             write_busy_times(&core_load_file_path(testbed, *number), server_busy_ns)?;
         }
-        std::thread::sleep(WRITE_INTERVAL);
+        std::thread::sleep(BUSY_TIME_WRITE_INTERVAL);
     }
     Ok(())
 }
@@ -372,8 +376,8 @@ fn drain_servers_in_turn(
         }
         let mut pool = fleet.server_pool().clone();
         let server_number = server_numbers[step / 2 % server_numbers.len()];
-        pool.insert(server_number, if step % 2 == 0 { AdminState::Draining } else { AdminState::Active });
-        fleet.set_pool(testbed, pool)?;
+        pool.insert(server_number, if step % 2 == 0 { ServerAdminState::Draining } else { ServerAdminState::Active });
+        fleet.set_server_pool(testbed, pool)?;
         pool_changes.fetch_add(1, Ordering::Relaxed);
         std::thread::sleep(POOL_CHANGE_INTERVAL);
     }
@@ -483,18 +487,18 @@ mod tests {
 
     #[test]
     fn only_drops_of_reordered_segments_are_tolerated() {
-        let drop_counts = |name: &str, count| BTreeMap::from([(name.to_owned(), count)]);
-        let counters_without_drops = TcpCounters { sent_segments: 2_500_000, ..TcpCounters::default() };
+        let build_drop_counts = |name: &str, count| BTreeMap::from([(name.to_owned(), count)]);
+        let counters_without_drops = TcpCounterGrowth { sent_segments: 2_500_000, ..TcpCounterGrowth::default() };
         assert!(counters_without_drops.has_only_tolerable_timestamp_drops());
-        let client_drops = |name, count| TcpCounters {
-            timestamp_drops_at_client: drop_counts(name, count),
+        let build_client_drops = |name, count| TcpCounterGrowth {
+            timestamp_drops_at_client: build_drop_counts(name, count),
             ..counters_without_drops.clone()
         };
-        assert!(client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 3).has_only_tolerable_timestamp_drops());
-        assert!(!client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 4).has_only_tolerable_timestamp_drops());
-        assert!(!client_drops("TcpExtTSEcrRejected", 1).has_only_tolerable_timestamp_drops());
-        let server_drops = TcpCounters {
-            timestamp_drops_at_servers: drop_counts(PAWS_ESTABLISHED_DROP_COUNTER, 1),
+        assert!(build_client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 3).has_only_tolerable_timestamp_drops());
+        assert!(!build_client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 4).has_only_tolerable_timestamp_drops());
+        assert!(!build_client_drops("TcpExtTSEcrRejected", 1).has_only_tolerable_timestamp_drops());
+        let server_drops = TcpCounterGrowth {
+            timestamp_drops_at_servers: build_drop_counts(PAWS_ESTABLISHED_DROP_COUNTER, 1),
             ..counters_without_drops
         };
         assert!(!server_drops.has_only_tolerable_timestamp_drops());

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 pub const DATA_TIMEOUT_NS: u64 = 30_000_000_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct BrokenConnections {
+pub struct BrokenConnectionCounts {
     /// Number of refused connections. The server that got their SYN had no listening socket.
     pub refused: u64,
     /// Number of established connections that ended with an RST, for example after a packet to a wrong server.
@@ -27,7 +27,7 @@ pub struct BrokenConnections {
     pub other_errors: u64,
 }
 
-impl BrokenConnections {
+impl BrokenConnectionCounts {
     pub fn total_count(&self) -> u64 {
         let Self { refused, reset, timed_out, closed_early, wrong_answer, other_errors: other } = self;
         refused + reset + timed_out + closed_early + wrong_answer + other
@@ -56,7 +56,7 @@ impl BrokenConnections {
     }
 }
 
-impl AddAssign for BrokenConnections {
+impl AddAssign for BrokenConnectionCounts {
     fn add_assign(&mut self, other: Self) {
         self.refused += other.refused;
         self.reset += other.reset;

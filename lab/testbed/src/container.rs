@@ -9,7 +9,7 @@ use anyhow::ensure;
 
 use crate::DEFAULT_TIMEOUT;
 use crate::addresses::SERVICE_ADDRESS;
-use crate::process::Process;
+use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
 const CONTAINER_ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
@@ -19,15 +19,15 @@ pub const CONTAINER_RESPONSE_BODY: &str = "contained";
 
 /// Container that serves the testbed's service on one server. Its network namespace ends with its process.
 #[derive(Debug)]
-pub struct Container {
+pub struct ServiceContainer {
     server_number: u16,
-    nginx_process: Process,
+    nginx_process: TestbedProcess,
 }
 
 impl Testbed {
     /// Starts a container at a server, which forwards the service's packets to it. Fails when the server does not
     /// exist, or when a command fails.
-    pub fn start_container(&self, server: u16) -> anyhow::Result<Container> {
+    pub fn start_container(&self, server: u16) -> anyhow::Result<ServiceContainer> {
         let directory = self.directory().join(format!("container-s{server}"));
         fs::create_dir_all(&directory)?;
         let directory_path = directory.display();
@@ -46,7 +46,7 @@ impl Testbed {
         command.arg("-e").arg(directory.join("error.log"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let nginx_process = self.spawn(self.server(server)?, command)?;
-        let container = Container { server_number: server, nginx_process };
+        let container = ServiceContainer { server_number: server, nginx_process };
         self.server(server)?.run_within(|| container.wait_for_namespace())?;
         let mut connect_command = Command::new("sh");
         connect_command.args(["-c", &container.connect_script()]);
@@ -55,7 +55,7 @@ impl Testbed {
     }
 }
 
-impl Container {
+impl ServiceContainer {
     fn wait_for_namespace(&self) -> anyhow::Result<()> {
         let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         let host_namespaces = [fs::read_link("/proc/self/ns/net")?, fs::read_link("/proc/thread-self/ns/net")?];

@@ -18,7 +18,7 @@ pub(crate) struct VirtualCore {
 
 impl VirtualCore {
     /// Queues a request that arrives at `now_ns`. Returns the time when the request will end (ns).
-    pub(crate) fn enqueue(&mut self, now_ns: u64, service_ns: u64) -> u64 {
+    pub(crate) fn enqueue_request(&mut self, now_ns: u64, service_ns: u64) -> u64 {
         self.accepted_service_ns += service_ns;
         self.busy_until_ns = self.busy_until_ns.max(now_ns) + service_ns;
         self.busy_until_ns
@@ -37,12 +37,12 @@ impl VirtualCore {
 }
 
 /// File of 64-bit counters that all workers map into memory. A paced server's file contains each core's busy time (ns).
-pub(crate) struct CounterFile {
+pub(crate) struct SharedCounterFile {
     counters: &'static [AtomicU64],
     temporary_path: PathBuf,
 }
 
-impl CounterFile {
+impl SharedCounterFile {
     pub(crate) fn create(path: &Path, counter_count: usize) -> anyhow::Result<Self> {
         let temporary_path = path.with_extension("new");
         let open_and_map = || -> anyhow::Result<&'static [AtomicU64]> {
@@ -104,21 +104,21 @@ mod tests {
     #[test]
     fn core_serves_requests_one_after_the_other() {
         let mut core = VirtualCore::default();
-        assert_eq!(core.enqueue(1_000, 50), 1_050);
+        assert_eq!(core.enqueue_request(1_000, 50), 1_050);
         // This request arrives while the core serves the first one, so it waits.
-        assert_eq!(core.enqueue(1_020, 50), 1_100);
+        assert_eq!(core.enqueue_request(1_020, 50), 1_100);
         // This request arrives at an idle core, so it starts at once.
-        assert_eq!(core.enqueue(1_200, 10), 1_210);
+        assert_eq!(core.enqueue_request(1_200, 10), 1_210);
     }
 
     #[test]
     fn busy_time_is_the_time_of_served_requests() {
         let mut core = VirtualCore::default();
         assert_eq!(core.total_busy_ns(500), 0);
-        core.enqueue(1_000, 100);
+        core.enqueue_request(1_000, 100);
         assert_eq!([1_000, 1_040, 1_100, 1_150].map(|now| core.total_busy_ns(now)), [0, 40, 100, 100]);
-        core.enqueue(1_200, 100);
-        core.enqueue(1_210, 100);
+        core.enqueue_request(1_200, 100);
+        core.enqueue_request(1_210, 100);
         assert_eq!([1_250, 1_399, 1_400, 2_000].map(|now| core.total_busy_ns(now)), [150, 299, 300, 300]);
     }
 }

@@ -5,10 +5,10 @@ use std::fs;
 
 use anyhow::{Context as _, ensure};
 
-use crate::namespace::Namespace;
+use crate::namespace::NetworkNamespace;
 
 /// Absolute values of the kernel's network counters, by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...).
-pub type KernelCounters = BTreeMap<String, u64>;
+pub type KernelNetworkCounters = BTreeMap<String, u64>;
 
 /// Names of the counters of segments that the kernel dropped because of their timestamps. They grow if coreward writes
 /// wrong timestamps.
@@ -26,9 +26,9 @@ pub const PAWS_OLD_ACK_COUNTER: &str = "TcpExtPAWSOldAck";
 
 /// Reads the network counters of a namespace. Fails when the namespace cannot be entered, or when the files in
 /// /proc/net have another format.
-pub fn read_kernel_counters(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
+pub fn read_kernel_counters(namespace: &NetworkNamespace) -> anyhow::Result<KernelNetworkCounters> {
     namespace.run_within(|| {
-        let mut counters = KernelCounters::new();
+        let mut counters = KernelNetworkCounters::new();
         for file in ["snmp", "netstat"] {
             // Do not read /proc/net, because it belongs to the namespace of the process's first thread.
             let text = fs::read_to_string(format!("/proc/thread-self/net/{file}"))?;
@@ -39,13 +39,13 @@ pub fn read_kernel_counters(namespace: &Namespace) -> anyhow::Result<KernelCount
 }
 
 /// Returns the sum of a counter over several namespaces. A counter that the kernel lacks counts as 0.
-pub fn total_over_namespaces(namespace_counters: &[KernelCounters], name: &str) -> u64 {
+pub fn sum_counter_over_namespaces(namespace_counters: &[KernelNetworkCounters], name: &str) -> u64 {
     namespace_counters.iter().filter_map(|counters| counters.get(name)).sum()
 }
 
 /// Adds the counters in `text` to `counters`. In each pair of lines, the first has the names and the second the values
 /// (`Tcp: Name Name ...`, `Tcp: 1 2 ...`).
-fn parse_counters(text: &str, counters: &mut KernelCounters) -> anyhow::Result<()> {
+fn parse_counters(text: &str, counters: &mut KernelNetworkCounters) -> anyhow::Result<()> {
     let lines: Vec<&str> = text.lines().collect();
     for line_pair in lines.chunks(2) {
         ensure!(line_pair.len() == 2, "a line of names without values: {line_pair:?}");
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn counter_names_are_paired_with_their_values() {
-        let mut counters = KernelCounters::new();
+        let mut counters = KernelNetworkCounters::new();
         parse_counters("Tcp: MaxConn RetransSegs\nTcp: -1 7\nTcpExt: PAWSEstab\nTcpExt: 3\n", &mut counters).unwrap();
         assert_eq!(counters["TcpRetransSegs"], 7);
         assert_eq!(counters["TcpExtPAWSEstab"], 3);

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 
-use crate::fleet::coreward_binary;
-use crate::namespace::Namespace;
-use crate::process::{DEFAULT_TIMEOUT, Process};
+use crate::fleet::coreward_binary_path;
+use crate::namespace::NetworkNamespace;
+use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 /// Maximum run time of a shell block (s).
@@ -27,8 +27,8 @@ pub struct ShellBlock {
     /// Line number of the block in the document, counted from 1.
     pub line_number: usize,
     /// Names of the machines on which the block runs, one after the other.
-    pub machines: Vec<String>,
-    pub commands: String,
+    pub machine_names: Vec<String>,
+    pub shell_commands: String,
 }
 
 /// Returns the shell blocks in a Markdown document that name a machine. Fails when a block has no end.
@@ -41,7 +41,7 @@ pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
         ensure!(line + block_lines.len() < document.lines().count(), "line {line}: a block without an end");
         let machine_names: Vec<String> = language.split_whitespace().skip(1).map(str::to_owned).collect();
         if language.starts_with("sh") && !machine_names.is_empty() {
-            blocks.push(ShellBlock { line_number: line, machines: machine_names, commands: block_lines.join("\n") });
+            blocks.push(ShellBlock { line_number: line, machine_names, shell_commands: block_lines.join("\n") });
         }
     }
     Ok(blocks)
@@ -52,12 +52,12 @@ pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
 #[derive(Debug)]
 pub struct DocumentMachine {
     name: String,
-    namespace_holder: Process,
+    namespace_holder: TestbedProcess,
 }
 
 impl DocumentMachine {
     /// Starts a machine. Fails when the kernel has no overlay file system, or rejects a mount.
-    pub fn start(testbed: &Testbed, name: &str, namespace: &Namespace) -> anyhow::Result<Self> {
+    pub fn start(testbed: &Testbed, name: &str, namespace: &NetworkNamespace) -> anyhow::Result<Self> {
         let machine_directory = testbed.directory().join(format!("machine-{name}"));
         let pin_directory = testbed.pin_directory().join(format!("machine-{name}"));
         for subdirectory in ["etc", "etc.work", "var", "var.work", "bin"] {
@@ -84,7 +84,7 @@ impl DocumentMachine {
     }
 
     /// Runs the commands of a block and returns their output. Fails with that output when a command fails.
-    pub fn run_block(&self, block: &ShellBlock, log: &Path) -> anyhow::Result<String> {
+    pub fn run_shell_block(&self, block: &ShellBlock, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([
             BLOCK_TIMEOUT_S,
@@ -96,7 +96,7 @@ impl DocumentMachine {
             "--uts",
         ]);
         // Use a login shell, which applies the settings in /etc/profile.d.
-        command.args(["sh", "-l", "-c", &format!("set -eu\n{}", block.commands)]);
+        command.args(["sh", "-l", "-c", &format!("set -eu\n{}", block.shell_commands)]);
         // Write the output to a file, because a background process of the block would keep a pipe open.
         let log_file = fs::File::create(log)?;
         command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
@@ -107,7 +107,7 @@ impl DocumentMachine {
                 "line {}, on {}: {status}:\n{}\nprinted:\n{output_text}",
                 block.line_number,
                 self.name,
-                block.commands
+                block.shell_commands
             );
         }
         Ok(output_text)
@@ -116,7 +116,7 @@ impl DocumentMachine {
 
 /// Writes `coreward` and substitutes for systemctl and scp into `command_directory`.
 fn install_commands(command_directory: &Path) -> anyhow::Result<()> {
-    std::os::unix::fs::symlink(coreward_binary()?, command_directory.join("coreward"))?;
+    std::os::unix::fs::symlink(coreward_binary_path()?, command_directory.join("coreward"))?;
     let scp_script = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);
     for (command, text) in [("systemctl", include_str!("systemctl.sh")), ("scp", &scp_script)] {
         fs::write(command_directory.join(command), text)?;
@@ -159,7 +159,7 @@ mod tests {
     fn only_shell_blocks_that_name_machines_are_parsed() {
         let text = "a\n```sh s1 s2\nx\ny\n```\n```sh\nnot me\n```\n```toml s1\nnor me\n```\n";
         let expected_block =
-            ShellBlock { line_number: 2, machines: vec!["s1".into(), "s2".into()], commands: "x\ny".into() };
+            ShellBlock { line_number: 2, machine_names: vec!["s1".into(), "s2".into()], shell_commands: "x\ny".into() };
         assert_eq!(parse_shell_blocks(text).unwrap(), [expected_block]);
         assert_eq!(parse_shell_blocks("```sh s1\nx\n").unwrap_err().to_string(), "line 1: a block without an end");
     }

@@ -26,7 +26,7 @@ use crate::core_load_file::VirtualCore;
 const ACCEPT_QUEUE_LENGTH: i32 = 4096;
 
 /// Returns a listening socket. With `reuse_port`, other sockets may listen on the same address.
-pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<TcpListener> {
+pub(crate) fn open_listener(address: SocketAddr, reuse_port: bool) -> anyhow::Result<TcpListener> {
     let open_socket = || -> io::Result<TcpListener> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
         socket.set_reuse_address(true)?;
@@ -40,18 +40,18 @@ pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<Tc
 }
 
 /// Protocol by which an emulated server communicates with its clients.
-pub(crate) trait ServerProtocol {
+pub(crate) trait EmulatedServerProtocol {
     type ConnectionState: Default;
     /// Whether the server closes a connection when the client stops sending or the response is complete.
     const CLOSES_AFTER_RESPONSE: bool;
     /// Service time for accepting a connection (ns).
-    const ACCEPT_NS: u64;
+    const ACCEPT_SERVICE_NS: u64;
     /// Maximum age of the busy time in the core load file while a core is busy (ns). Each update costs a wake-up.
     const PUBLISH_INTERVAL_NS: u64;
 
     /// Parses received bytes and queues the packets of responses. Returns whether the bytes are a request or part of
     /// one.
-    fn receive(&self, state: &mut Self::ConnectionState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
+    fn receive_bytes(&self, state: &mut Self::ConnectionState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
 
     /// Appends the contents of the response's packet `id` to `packet`.
     fn write_packet(&self, state: &Self::ConnectionState, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
@@ -80,7 +80,7 @@ pub(crate) struct ResponseQueue<'a> {
 impl ResponseQueue<'_> {
     /// Queues work for the core. Returns the time at which it will be done (ns).
     pub(crate) fn queue_work(&mut self, service_ns: u64) -> u64 {
-        self.virtual_core.enqueue(self.now_ns, service_ns)
+        self.virtual_core.enqueue_request(self.now_ns, service_ns)
     }
 
     /// Queues packet `id` of the response, to be sent at `due_ns`.
@@ -118,7 +118,7 @@ struct ServedConnection<S> {
     is_half_closed: bool,
 }
 
-pub(crate) struct EventLoop<'a, P: ServerProtocol> {
+pub(crate) struct ServerEventLoop<'a, P: EmulatedServerProtocol> {
     protocol: P,
     cores: Vec<EmulatedCore<'a>>,
     epoll: Epoll,
@@ -129,7 +129,7 @@ pub(crate) struct EventLoop<'a, P: ServerProtocol> {
     next_queue_sequence: u64,
 }
 
-impl<'a, P: ServerProtocol> EventLoop<'a, P> {
+impl<'a, P: EmulatedServerProtocol> ServerEventLoop<'a, P> {
     /// Creates the event loop. The first epoll tokens belong to the listeners.
     pub(crate) fn new(protocol: P, cores: Vec<EmulatedCore<'a>>) -> io::Result<Self> {
         let (epoll, next_connection_id) = (Epoll::new()?, cores.len() as u64);
@@ -186,7 +186,7 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
             };
             self.connections.insert(self.next_connection_id, connection);
             self.next_connection_id += 1;
-            self.cores[core_index].virtual_core.enqueue(now_ns, P::ACCEPT_NS);
+            self.cores[core_index].virtual_core.enqueue_request(now_ns, P::ACCEPT_SERVICE_NS);
         }
         Ok(())
     }
@@ -210,7 +210,7 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
                     connection_id,
                     pending_packet_count: pending,
                 };
-                self.protocol.receive(&mut connection.protocol_state, &buffer[..length], &mut queue)
+                self.protocol.receive_bytes(&mut connection.protocol_state, &buffer[..length], &mut queue)
             }
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         };

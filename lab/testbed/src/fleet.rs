@@ -14,25 +14,28 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use coreward_tls::Role;
-use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_tls::FleetRole;
+use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
 use nix::sys::signal::Signal;
 
 use crate::addresses::{load_balancer_name, rack_controller_name};
-use crate::namespace::Namespace;
-use crate::process::{DEFAULT_TIMEOUT, Process};
+use crate::namespace::NetworkNamespace;
+use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 pub(crate) use daemons::read_log_tails;
-pub use daemons::{coreward_binary, lab_binary, operator_command, operator_command_for, unit_capabilities};
+pub use daemons::{
+    build_operator_command, build_operator_command_for, coreward_binary_path, lab_binary_path,
+    systemd_unit_capabilities,
+};
 pub use files::{
-    certificate_directory, core_load_file_path, credential_directory, credential_files, issue_certificate,
+    certificate_directory, core_load_file_path, credential_directory, credential_file_paths, issue_certificate,
 };
 pub use names::{
-    CONTROLLER_PORT, FIRST_CONTROLLER_NAME, agent_name, api_address_of, controller_address_of, controller_name,
+    CONTROLLER_PORT, FIRST_CONTROLLER_NAME, agent_name, controller_address_of, controller_api_address, controller_name,
     first_controller_address, rack_controller_listen_address,
 };
-pub use options::{AdminState, FleetOptions, LoadSource};
+pub use options::{CoreLoadSource, FleetOptions, ServerAdminState};
 
 use daemons::start_daemon;
 use files::{
@@ -45,20 +48,20 @@ use names::DaemonName;
 #[derive(Debug)]
 pub struct Fleet {
     options: FleetOptions,
-    server_pool: BTreeMap<u16, AdminState>,
-    controllers: BTreeMap<u16, Process>,
-    rack_controllers: BTreeMap<u16, Process>,
-    load_balancers: BTreeMap<u16, Process>,
-    agents: BTreeMap<u16, Process>,
-    /// Path of the executable of each daemon that does not run [`coreward_binary`], by name of the daemon.
+    server_pool: BTreeMap<u16, ServerAdminState>,
+    controllers: BTreeMap<u16, TestbedProcess>,
+    rack_controllers: BTreeMap<u16, TestbedProcess>,
+    load_balancers: BTreeMap<u16, TestbedProcess>,
+    agents: BTreeMap<u16, TestbedProcess>,
+    /// Path of the executable of each daemon that does not run [`coreward_binary_path`], by name of the daemon.
     binary_overrides: BTreeMap<String, PathBuf>,
 }
 
 /// Creates the testbed's certificate authority, and issues the controllers' certificate.
 fn create_certificate_authority(testbed: &Testbed) -> anyhow::Result<()> {
     let fleet_name = testbed_fleet_name()?;
-    Authority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY)?;
-    issue_certificate(testbed, Role::Controller, "controller", &fleet_name, Validity::from_now(DAY))?;
+    CertificateAuthority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY)?;
+    issue_certificate(testbed, FleetRole::Controller, "controller", &fleet_name, CertificateValidity::from_now(DAY))?;
     Ok(())
 }
 
@@ -67,8 +70,8 @@ impl Fleet {
     /// testbed. All servers are in the pool. Waits until every agent reports and load balancers use a table. Fails with
     /// the last lines of the logs when a daemon cannot be started or is not ready in time.
     pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
-        let pool: BTreeMap<u16, AdminState> =
-            testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
+        let pool: BTreeMap<u16, ServerAdminState> =
+            testbed.server_numbers().into_iter().map(|number| (number, ServerAdminState::Active)).collect();
         if options.uses_tls {
             create_certificate_authority(testbed)?;
         }
@@ -108,7 +111,7 @@ impl Fleet {
     /// Starts a load balancer's daemon, or restarts it after it was killed. Fails when the load balancer does not exist
     /// or the daemon cannot be started.
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
-        self.issue_certificate(testbed, Role::Lb, &load_balancer_name(number))?;
+        self.issue_certificate(testbed, FleetRole::Lb, &load_balancer_name(number))?;
         write_load_balancer_file(testbed, &self.options, number)?;
         let lb_daemon =
             self.start_daemon(testbed, testbed.load_balancer(number)?, "lb", &load_balancer_name(number))?;
@@ -153,7 +156,7 @@ impl Fleet {
     /// Stops a daemon regularly and starts a new process that continues with its state, as an upgrade does. Fails when
     /// the daemon does not exist, stop or start.
     pub fn upgrade_daemon(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
-        let exit_status = self.daemon(name)?.terminate(*DEFAULT_TIMEOUT)?;
+        let exit_status = self.daemon_process(name)?.terminate(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "{name} ended with {exit_status}");
         self.restart_daemon(testbed, name)
     }
@@ -161,7 +164,7 @@ impl Fleet {
     /// Starts a server's agent, or restarts it after it was killed. Fails when the server does not exist or the agent
     /// cannot be started.
     pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
-        self.issue_certificate(testbed, Role::Agent, &format!("s{number}"))?;
+        self.issue_certificate(testbed, FleetRole::Agent, &format!("s{number}"))?;
         write_agent_file(testbed, &self.options, number)?;
         let agent = self.start_daemon(testbed, testbed.server(number)?, "agent", &format!("agent-s{number}"))?;
         self.agents.insert(number, agent);
@@ -169,19 +172,19 @@ impl Fleet {
     }
 
     /// Issues a certificate for a daemon, unless it already has one.
-    fn issue_certificate(&self, testbed: &Testbed, role: Role, name: &str) -> anyhow::Result<()> {
+    fn issue_certificate(&self, testbed: &Testbed, role: FleetRole, name: &str) -> anyhow::Result<()> {
         if self.options.uses_tls && !credential_directory(testbed, role, name).exists() {
-            issue_certificate(testbed, role, name, &testbed_fleet_name()?, Validity::from_now(DAY))?;
+            issue_certificate(testbed, role, name, &testbed_fleet_name()?, CertificateValidity::from_now(DAY))?;
         }
         Ok(())
     }
 
     /// Writes a new server pool into the controller's file and makes the controller reload the file. Fails when the
     /// file cannot be written or the controller has ended.
-    pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, AdminState>) -> anyhow::Result<()> {
+    pub fn set_server_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, ServerAdminState>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
         self.server_pool = pool;
-        self.daemon(&controller_name(1))?.send_signal(Signal::SIGHUP)
+        self.daemon_process(&controller_name(1))?.send_signal(Signal::SIGHUP)
     }
 
     /// Restarts a daemon with another coreward binary, or with the default binary if `binary` is `None`. Later restarts
@@ -192,7 +195,7 @@ impl Fleet {
         name: &str,
         binary: Option<&Path>,
     ) -> anyhow::Result<()> {
-        self.set_daemon_binary(name, binary.map_or_else(coreward_binary, |binary| Ok(binary.to_owned()))?);
+        self.set_daemon_binary(name, binary.map_or_else(coreward_binary_path, |binary| Ok(binary.to_owned()))?);
         self.upgrade_daemon(testbed, name)
     }
 
@@ -210,7 +213,7 @@ impl Fleet {
 
     fn start_rack_controller(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         let name = rack_controller_name(number);
-        self.issue_certificate(testbed, Role::Rack, &name)?;
+        self.issue_certificate(testbed, FleetRole::Rack, &name)?;
         write_rack_controller_file(testbed, &self.options, number)?;
         let rack_controller = self.start_daemon(testbed, testbed.rack_controller(number)?, "rack", &name)?;
         self.rack_controllers.insert(number, rack_controller);
@@ -231,18 +234,19 @@ impl Fleet {
 
     /// Runs `coreward ARGUMENTS` against the leading controller and returns its output.
     fn run_operator_command(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
-        let command = operator_command_for(testbed, self.controllers.keys().copied(), arguments)?;
+        let command = build_operator_command_for(testbed, self.controllers.keys().copied(), arguments)?;
         Ok(testbed.run_command(testbed.controller(), command)?.stdout)
     }
 
     fn start_daemon(
         &self,
         testbed: &Testbed,
-        namespace: &Namespace,
+        namespace: &NetworkNamespace,
         daemon: &str,
         name: &str,
-    ) -> anyhow::Result<Process> {
-        let command = self.binary_overrides.get(name).map_or_else(coreward_binary, |command| Ok(command.clone()))?;
+    ) -> anyhow::Result<TestbedProcess> {
+        let command =
+            self.binary_overrides.get(name).map_or_else(coreward_binary_path, |command| Ok(command.clone()))?;
         start_daemon(testbed, namespace, daemon, name, &self.options, &command)
     }
 
@@ -261,27 +265,27 @@ impl Fleet {
 
     /// Writes the controller's file with new `options` and makes the controller reload the file. Fails when the file
     /// cannot be written or the controller has ended.
-    pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
+    pub fn set_fleet_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
-        self.set_pool(testbed, self.server_pool.clone())
+        self.set_server_pool(testbed, self.server_pool.clone())
     }
 
     /// Replaces [`FleetOptions::extra_fleet_text`] in the fleet's file and makes the controller reload it. Fails when
     /// the file cannot be written or the controller has ended.
     pub fn set_extra_fleet_text(&mut self, testbed: &Testbed, extra_fleet_text: &str) -> anyhow::Result<()> {
-        self.set_options(
+        self.set_fleet_options(
             testbed,
             FleetOptions { extra_fleet_text: extra_fleet_text.to_owned(), ..self.options.clone() },
         )
     }
 
     /// Returns the administrative states of the servers in the controller's file, by server number.
-    pub fn server_pool(&self) -> &BTreeMap<u16, AdminState> {
+    pub fn server_pool(&self) -> &BTreeMap<u16, ServerAdminState> {
         &self.server_pool
     }
 
     /// Returns the process of a daemon by name. Fails when the daemon does not exist.
-    pub fn daemon(&mut self, name: &str) -> anyhow::Result<&mut Process> {
+    pub fn daemon_process(&mut self, name: &str) -> anyhow::Result<&mut TestbedProcess> {
         let daemon_slot = match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.controllers.get_mut(&number),
             DaemonName::RackController(number) => self.rack_controllers.get_mut(&number),
@@ -293,9 +297,9 @@ impl Fleet {
 
     /// Kills a daemon by SIGKILL. Fails when the daemon does not exist.
     pub fn kill_daemon(&mut self, name: &str) -> anyhow::Result<()> {
-        let daemon = self.daemon(name)?;
+        let daemon = self.daemon_process(name)?;
         daemon.send_signal(Signal::SIGKILL)?;
-        daemon.wait(*DEFAULT_TIMEOUT).map(drop)
+        daemon.wait_for_exit(*DEFAULT_TIMEOUT).map(drop)
     }
 
     /// Restarts a killed daemon. Fails when the daemon does not exist or cannot be started.

@@ -10,7 +10,7 @@ use crate::addresses::SERVICE_ADDRESS;
 use crate::nginx::WORKER_IDENTITY_PATH;
 
 /// Timeout for opening a connection, and for each response.
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+const HTTP_RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerIdentity {
@@ -39,10 +39,10 @@ impl HttpConnection {
             socket.bind(&source.into()).with_context(|| format!("cannot bind to {source}"))?;
         }
         socket
-            .connect_timeout(&address.into(), RESPONSE_TIMEOUT)
+            .connect_timeout(&address.into(), HTTP_RESPONSE_TIMEOUT)
             .with_context(|| format!("cannot connect to {address}"))?;
-        socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
-        socket.set_write_timeout(Some(RESPONSE_TIMEOUT))?;
+        socket.set_read_timeout(Some(HTTP_RESPONSE_TIMEOUT))?;
+        socket.set_write_timeout(Some(HTTP_RESPONSE_TIMEOUT))?;
         Ok(Self { stream: BufReader::new(socket.into()) })
     }
 

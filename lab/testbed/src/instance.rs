@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use nix::fcntl::{FcntlArg, fcntl};
 
-use crate::namespace::{self, Namespace};
+use crate::namespace::{self, NetworkNamespace};
 
 const RUN_DIRECTORY: &str = "/run/coreward-testbed";
-const BPF_FILESYSTEM: &str = "/sys/fs/bpf";
+const BPF_FILESYSTEM_PATH: &str = "/sys/fs/bpf";
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward-testbed";
 /// Name of the file in the testbed's directory that the owner locks. The file contains the owner's process id.
 const OWNER_FILE_NAME: &str = "owner";
@@ -24,13 +24,13 @@ const NAME_PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
 /// Ownership of a testbed's name, by a lock on the testbed's owner file. The kernel releases the lock when the process
 /// ends.
 #[derive(Debug)]
-pub(crate) struct Instance {
+pub(crate) struct TestbedInstance {
     /// Full name of the testbed, which includes the prefix.
     name: String,
     _owner_file_lock: File,
 }
 
-impl Instance {
+impl TestbedInstance {
     /// Acquires a testbed name, and removes the remains of a killed testbed with this name.
     pub(crate) fn acquire(name: &str) -> anyhow::Result<Self> {
         if name.is_empty() {
@@ -67,15 +67,15 @@ impl Instance {
         testbed_pin_directory(&self.name)
     }
 
-    pub(crate) fn namespace(&self, role: &str) -> Namespace {
-        Namespace::new(format!("{}{role}", namespace_prefix(&self.name)))
+    pub(crate) fn namespace(&self, role: &str) -> NetworkNamespace {
+        NetworkNamespace::new(format!("{}{role}", namespace_name_prefix(&self.name)))
     }
 
     /// Removes the testbed's processes, then its namespaces, then its pins and files. Continues after a failure and
     /// returns the first failure.
     fn remove_remains(&self) -> anyhow::Result<()> {
         let mut first_failure = Ok(());
-        for namespace in namespace::namespaces_with_prefix(&namespace_prefix(&self.name)) {
+        for namespace in namespace::list_namespaces_with_prefix(&namespace_name_prefix(&self.name)) {
             first_failure = first_failure.and(namespace.remove());
         }
         first_failure = first_failure.and(ok_if_not_found(fs::remove_dir_all(self.pin_directory())));
@@ -93,7 +93,7 @@ impl Instance {
     }
 }
 
-impl Drop for Instance {
+impl Drop for TestbedInstance {
     fn drop(&mut self) {
         if let Err(error) = self.remove_remains() {
             tracing::warn!(
@@ -111,23 +111,23 @@ impl Drop for Instance {
 
 /// Returns a testbed name that is unique to this process, so that two processes can run `command` at the same time.
 /// Removes the remains of testbeds of killed processes with the same command. Fails when a removal fails.
-pub fn unique_name(command: &str) -> anyhow::Result<String> {
+pub fn unique_testbed_name(command: &str) -> anyhow::Result<String> {
     let has_pid_after_command = |name: &String| {
         let pid_text = name.strip_prefix(&with_name_prefix(command)).unwrap_or_default();
         !pid_text.is_empty() && pid_text.bytes().all(|b| b.is_ascii_digit())
     };
-    remove_unowned_testbeds(all_testbed_names().filter(has_pid_after_command))?;
+    remove_unowned_testbeds(list_testbed_names().filter(has_pid_after_command))?;
     Ok(format!("{command}{}", std::process::id()))
 }
 
 /// Removes the remains of killed testbeds with these names, or of all killed testbeds if `names` is empty. Keeps
 /// testbeds in use. Returns the full names of the removed testbeds. Fails when a removal fails.
-pub fn clean_up(names: &[String]) -> anyhow::Result<Vec<String>> {
+pub fn remove_killed_testbeds(names: &[String]) -> anyhow::Result<Vec<String>> {
     if names.is_empty() {
-        return remove_unowned_testbeds(all_testbed_names());
+        return remove_unowned_testbeds(list_testbed_names());
     }
     let full_names: Vec<String> = names.iter().map(|name| with_name_prefix(name)).collect();
-    remove_unowned_testbeds(all_testbed_names().filter(|name| full_names.contains(name)))
+    remove_unowned_testbeds(list_testbed_names().filter(|name| full_names.contains(name)))
 }
 
 /// Returns the paths of the directories and namespaces of a running or killed testbed.
@@ -135,20 +135,20 @@ pub fn find_remains(name: &str) -> Vec<PathBuf> {
     let full_name = with_name_prefix(name);
     let directories =
         [testbed_directory(&full_name), testbed_pin_directory(&full_name)].into_iter().filter(|path| path.exists());
-    let namespaces = namespace::namespaces_with_prefix(&namespace_prefix(&full_name));
-    directories.chain(namespaces.iter().map(Namespace::path)).collect()
+    let namespaces = namespace::list_namespaces_with_prefix(&namespace_name_prefix(&full_name));
+    directories.chain(namespaces.iter().map(NetworkNamespace::namespace_file_path)).collect()
 }
 
 fn remove_unowned_testbeds(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<String>> {
     let mut removed_names = Vec::new();
     for name in names {
-        if running_owner_pid(&name).is_some() {
+        if find_running_owner_pid(&name).is_some() {
             continue;
         }
-        match Instance::lock_name(&name) {
+        match TestbedInstance::lock_name(&name) {
             Ok(instance) => drop(instance),
             // Another process has acquired the name in the meantime.
-            Err(_) if running_owner_pid(&name).is_some() => continue,
+            Err(_) if find_running_owner_pid(&name).is_some() => continue,
             Err(error) => return Err(error),
         }
         removed_names.push(name);
@@ -157,7 +157,7 @@ fn remove_unowned_testbeds(names: impl Iterator<Item = String>) -> anyhow::Resul
 }
 
 /// Returns the full names of all running or killed testbeds whose names start with this process's prefix.
-fn all_testbed_names() -> impl Iterator<Item = String> {
+fn list_testbed_names() -> impl Iterator<Item = String> {
     let directory_entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
     let name_prefix = with_name_prefix("");
     directory_entries
@@ -178,16 +178,16 @@ fn testbed_pin_directory(name: &str) -> PathBuf {
 }
 
 /// Returns the prefix of a testbed's namespaces. Names have no dash, so that no prefix is the start of another.
-fn namespace_prefix(name: &str) -> String {
+fn namespace_name_prefix(name: &str) -> String {
     format!("cw{name}-")
 }
 
 /// Returns the process id of the owner of testbed `name`, or `None` if it has no running owner. Does not lock the file,
 /// so that another process can acquire the name.
-fn running_owner_pid(name: &str) -> Option<String> {
+fn find_running_owner_pid(name: &str) -> Option<String> {
     let owner_file_path = testbed_directory(name).join(OWNER_FILE_NAME);
     let owner_file = File::open(&owner_file_path).ok()?;
-    let mut lock = exclusive_file_lock();
+    let mut lock = build_exclusive_file_lock();
     let query_result = fcntl(&owner_file, FcntlArg::F_OFD_GETLK(&mut lock));
     // A file without a process id belongs to an owner that is about to lock it.
     let is_locked = query_result.is_err() || lock.l_type != libc::F_UNLCK as libc::c_short;
@@ -211,7 +211,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(error) => return Err(error).with_context(|| format!("cannot open {}", owner_file_path.display())),
             };
-        if fcntl(&owner_file, FcntlArg::F_OFD_SETLK(&exclusive_file_lock())).is_err() {
+        if fcntl(&owner_file, FcntlArg::F_OFD_SETLK(&build_exclusive_file_lock())).is_err() {
             let owner_pid = read_owner_pid(name).unwrap_or_else(|| "unknown".to_owned());
             bail!("testbed {name} is in use by process {owner_pid}");
         }
@@ -227,7 +227,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
 
 /// Returns the description of an exclusive lock of a whole file, for fcntl(2). The lock belongs to the open file, so
 /// that not even the same process can acquire a name twice.
-fn exclusive_file_lock() -> libc::flock {
+fn build_exclusive_file_lock() -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
@@ -246,38 +246,38 @@ fn ok_if_not_found(outcome: io::Result<()>) -> anyhow::Result<()> {
 
 /// Mounts the BPF file system unless it is mounted. Debian mounts it at boot, but containers and rescue systems do not.
 fn mount_bpf_filesystem() -> anyhow::Result<()> {
-    let filesystem_type = nix::sys::statfs::statfs(BPF_FILESYSTEM).map(|status| status.filesystem_type());
+    let filesystem_type = nix::sys::statfs::statfs(BPF_FILESYSTEM_PATH).map(|status| status.filesystem_type());
     if filesystem_type == Ok(nix::sys::statfs::BPF_FS_MAGIC) {
         return Ok(());
     }
-    nix::mount::mount(Some("bpf"), BPF_FILESYSTEM, Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
-        .with_context(|| format!("cannot mount the BPF file system at {BPF_FILESYSTEM}"))
+    nix::mount::mount(Some("bpf"), BPF_FILESYSTEM_PATH, Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
+        .with_context(|| format!("cannot mount the BPF file system at {BPF_FILESYSTEM_PATH}"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{missing_testbed_rights, skip_if};
+    use crate::{find_missing_testbed_rights, skip_if};
 
     #[test]
     fn invalid_testbed_names_are_rejected() {
         for name in ["a-b", "UPPER", &"a".repeat(41), "a/b"] {
-            let error = Instance::acquire(name).unwrap_err().to_string();
+            let error = TestbedInstance::acquire(name).unwrap_err().to_string();
             assert!(error.contains("expected 1 to 40 lower-case letters and digits"), "{error}");
         }
-        assert!(Instance::acquire("").unwrap_err().to_string().contains("expected a name"));
+        assert!(TestbedInstance::acquire("").unwrap_err().to_string().contains("expected a name"));
     }
 
     #[test]
     fn owner_query_does_not_create_a_directory() {
-        skip_if!(missing_testbed_rights());
-        let short_name = unique_name("tinstance").unwrap();
+        skip_if!(find_missing_testbed_rights());
+        let short_name = unique_testbed_name("tinstance").unwrap();
         let full_name = with_name_prefix(&short_name);
-        assert_eq!(running_owner_pid(&full_name), None);
-        let instance = Instance::acquire(&short_name).unwrap();
-        assert_eq!(running_owner_pid(&full_name), Some(std::process::id().to_string()));
-        assert!(Instance::acquire(&short_name).unwrap_err().to_string().contains("is in use by process"));
-        assert_eq!(clean_up(std::slice::from_ref(&short_name)).unwrap(), Vec::<String>::new());
+        assert_eq!(find_running_owner_pid(&full_name), None);
+        let instance = TestbedInstance::acquire(&short_name).unwrap();
+        assert_eq!(find_running_owner_pid(&full_name), Some(std::process::id().to_string()));
+        assert!(TestbedInstance::acquire(&short_name).unwrap_err().to_string().contains("is in use by process"));
+        assert_eq!(remove_killed_testbeds(std::slice::from_ref(&short_name)).unwrap(), Vec::<String>::new());
         assert!(!find_remains(&short_name).is_empty());
         drop(instance);
         assert_eq!(find_remains(&short_name), Vec::<PathBuf>::new());
@@ -285,8 +285,8 @@ mod tests {
         fs::create_dir_all(testbed_directory(&full_name)).unwrap();
         fs::write(testbed_directory(&full_name).join(OWNER_FILE_NAME), "1\n").unwrap();
         fs::write(testbed_directory(&full_name).join("log"), "").unwrap();
-        assert_eq!(running_owner_pid(&full_name), None);
-        assert_eq!(clean_up(std::slice::from_ref(&short_name)).unwrap(), [full_name]);
+        assert_eq!(find_running_owner_pid(&full_name), None);
+        assert_eq!(remove_killed_testbeds(std::slice::from_ref(&short_name)).unwrap(), [full_name]);
         assert_eq!(find_remains(&short_name), Vec::<PathBuf>::new());
     }
 }

@@ -8,7 +8,7 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 
 use coreward_load::event_loop::now_ns;
 
-static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static IS_INTERRUPTION_REQUESTED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn record_signal(_signal: i32) {
     request_interruption();
@@ -16,24 +16,24 @@ extern "C" fn record_signal(_signal: i32) {
 
 /// Makes [`ensure_not_interrupted`] fail, as SIGINT does.
 pub fn request_interruption() {
-    IS_INTERRUPTED.store(true, Ordering::Relaxed);
+    IS_INTERRUPTION_REQUESTED.store(true, Ordering::Relaxed);
 }
 
 /// Installs handlers for SIGINT and SIGTERM, which make [`ensure_not_interrupted`] fail.
 pub fn catch_signals() -> anyhow::Result<()> {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
-        set_handler(signal, SigHandler::Handler(record_signal))?;
+        set_signal_handler(signal, SigHandler::Handler(record_signal))?;
     }
     Ok(())
 }
 
 /// Makes the calling forked child process ignore SIGINT, which its parent handles, and end at SIGTERM.
 pub fn reset_signals_in_child() -> anyhow::Result<()> {
-    set_handler(Signal::SIGINT, SigHandler::SigIgn)?;
-    set_handler(Signal::SIGTERM, SigHandler::SigDfl)
+    set_signal_handler(Signal::SIGINT, SigHandler::SigIgn)?;
+    set_signal_handler(Signal::SIGTERM, SigHandler::SigDfl)
 }
 
-fn set_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
+fn set_signal_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
     let action = SigAction::new(handler, SaFlags::empty(), SigSet::empty());
     // SAFETY: the only handler of ours stores to an atomic and does nothing else.
     unsafe { sigaction(signal, &action) }?;
@@ -42,7 +42,7 @@ fn set_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
 
 /// Fails if SIGINT or SIGTERM has arrived, or if an interruption was requested.
 pub fn ensure_not_interrupted() -> anyhow::Result<()> {
-    if IS_INTERRUPTED.load(Ordering::Relaxed) {
+    if IS_INTERRUPTION_REQUESTED.load(Ordering::Relaxed) {
         bail!("interrupted");
     }
     Ok(())

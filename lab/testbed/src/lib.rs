@@ -60,6 +60,6 @@ pub mod uplink;
 pub mod vlans;
 
 pub use coreward_dataplane::skip_if;
-pub use namespace::Namespace;
-pub use process::{DEFAULT_TIMEOUT, Process};
-pub use topology::{Testbed, TestbedOptions, missing_privilege, missing_testbed_rights};
+pub use namespace::NetworkNamespace;
+pub use process::{DEFAULT_TIMEOUT, TestbedProcess};
+pub use topology::{Testbed, TestbedOptions, find_missing_privilege, find_missing_testbed_rights};

@@ -18,9 +18,9 @@ use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::connection_errors::{BrokenConnections, ConnectionFailure, DATA_TIMEOUT_NS};
+use crate::connection_errors::{BrokenConnectionCounts, ConnectionFailure, DATA_TIMEOUT_NS};
 use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
-use coreward_load::paced::{MESSAGE_BYTES, MessageBuffer, PacedRequest, PacedResponse};
+use coreward_load::paced::{PACED_MESSAGE_BYTES, PacedMessageBuffer, PacedRequest, PacedResponse};
 
 /// Interval between searches for timed-out connections (ns).
 const TIMEOUT_CHECK_INTERVAL_NS: u64 = 500_000_000;
@@ -29,7 +29,7 @@ const START_DELAY_NS: u64 = 50_000_000;
 
 /// Options of `coreward-lab testbed load`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct LoadArgs {
+pub struct LoadClientArgs {
     /// Arrival log to replay
     #[arg(long, value_name = "FILE")]
     pub log: PathBuf,
@@ -51,27 +51,27 @@ pub struct LoadReport {
     /// Number of connections that got a response to every request.
     pub completed: u64,
     /// Numbers of broken connections, by kind.
-    pub broken: BrokenConnections,
+    pub broken: BrokenConnectionCounts,
     pub answered_requests: u64,
     /// Latency of requests, from the due time to the response.
-    pub latency_us: Latency,
+    pub latency_us: DelayStatisticsUs,
     /// Lateness of the load generator, from a request's due time to its send time, on open connections. If it exceeds a
     /// millisecond, the machine is too busy for a measurement.
-    pub lateness_us: Latency,
+    pub lateness_us: DelayStatisticsUs,
     /// Number of connections that each core of each server answered.
-    pub connections_by_core: Vec<CoreConnections>,
+    pub connections_by_core: Vec<CoreConnectionCount>,
 }
 
 /// Percentiles, maximum and mean of latencies or other delays (us).
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
-pub struct Latency {
+pub struct DelayStatisticsUs {
     pub p50: u64,
     pub p99: u64,
     pub max: u64,
     pub mean: f64,
 }
 
-impl From<&Histogram<u64>> for Latency {
+impl From<&Histogram<u64>> for DelayStatisticsUs {
     fn from(h: &Histogram<u64>) -> Self {
         Self { p50: h.value_at_quantile(0.5), p99: h.value_at_quantile(0.99), max: h.max(), mean: h.mean() }
     }
@@ -79,7 +79,7 @@ impl From<&Histogram<u64>> for Latency {
 
 /// Number of connections that one core of a server answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CoreConnections {
+pub struct CoreConnectionCount {
     /// Number of the server, which its responses contain.
     pub server: u8,
     /// Number of the core within the server.
@@ -89,7 +89,7 @@ pub struct CoreConnections {
 
 /// Replays the arrival log and prints the report as one line of JSON. Fails when the log cannot be read or parsed, or
 /// when a source address and port cannot be bound.
-pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
+pub fn run_load_client(args: &LoadClientArgs) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(&args.log);
     let text = text.with_context(|| format!("cannot read the arrival log {}", args.log.display()))?;
     let arrival_log: ArrivalLog = text.parse().with_context(|| args.log.display().to_string())?;
@@ -98,7 +98,7 @@ pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn replay_log(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
+fn replay_log(log: &ArrivalLog, args: &LoadClientArgs) -> anyhow::Result<LoadReport> {
     ensure!(
         args.vip.is_ipv4() == args.first_address.is_ipv4(),
         "--vip {} and --first-address {}: expected addresses of one family",
@@ -154,7 +154,7 @@ fn bind_client_socket(source_address: SocketAddr) -> anyhow::Result<Socket> {
 struct LoadConnection {
     stream: TcpStream,
     is_connected: bool,
-    message_buffer: MessageBuffer,
+    message_buffer: PacedMessageBuffer,
     /// Number of requests that were due so far. `answered_request_count` <= `sent_request_count` <=
     /// `due_request_count`.
     due_request_count: u32,
@@ -183,12 +183,12 @@ struct LoadClient<'a> {
 }
 
 impl LoadClient<'_> {
-    fn arrival(&self, connection_index: usize) -> &ConnectionArrival {
+    fn connection_arrival(&self, connection_index: usize) -> &ConnectionArrival {
         &self.arrival_log.arrivals[connection_index]
     }
 
     fn request_due_ns(&self, connection_index: usize, request_index: u32) -> u64 {
-        self.start_ns + self.arrival(connection_index).request_due_us(request_index) * 1_000
+        self.start_ns + self.connection_arrival(connection_index).request_due_us(request_index) * 1_000
     }
 
     /// Waits for the next event and processes all events that are due. Returns false when the replay is finished.
@@ -230,7 +230,7 @@ impl LoadClient<'_> {
 
     /// Opens the connection with this index in the arrival log, from the source address and port in the log.
     fn open_connection(&mut self, connection_index: usize) -> anyhow::Result<()> {
-        let arrival = *self.arrival(connection_index);
+        let arrival = *self.connection_arrival(connection_index);
         let source_address =
             SocketAddr::new(nth_address(self.first_address, arrival.source_address_index), arrival.source_port);
         let socket = bind_client_socket(source_address)?;
@@ -240,7 +240,7 @@ impl LoadClient<'_> {
         let connection = LoadConnection {
             stream,
             is_connected: false,
-            message_buffer: MessageBuffer::default(),
+            message_buffer: PacedMessageBuffer::default(),
             due_request_count: 0,
             sent_request_count: 0,
             answered_request_count: 0,
@@ -268,7 +268,7 @@ impl LoadClient<'_> {
     }
 
     fn handle_due_request(&mut self, connection_index: usize, due_ns: u64) {
-        let request_count = self.arrival(connection_index).request_count;
+        let request_count = self.connection_arrival(connection_index).request_count;
         let Some(connection) = self.connections.get_mut(&connection_index) else { return };
         connection.due_request_count += 1;
         if connection.due_request_count < request_count {
@@ -286,12 +286,12 @@ impl LoadClient<'_> {
     }
 
     fn send_due_requests(&mut self, connection_index: usize) -> Result<(), ConnectionFailure> {
-        let service_us = self.arrival(connection_index).service_us.into();
+        let service_us = self.connection_arrival(connection_index).service_us.into();
         let Some(connection) = self.connections.get_mut(&connection_index) else { return Ok(()) };
         while connection.sent_request_count < connection.due_request_count {
             let request = PacedRequest { service_us, id: connection.sent_request_count.into() };
             // A few unanswered requests of 8 bytes always fit the send buffer, so a short write is a failure.
-            if connection.stream.write(request.as_bytes())? != MESSAGE_BYTES {
+            if connection.stream.write(request.as_bytes())? != PACED_MESSAGE_BYTES {
                 return Err(io::Error::from(io::ErrorKind::WriteZero).into());
             }
             connection.sent_request_count += 1;
@@ -385,12 +385,12 @@ impl LoadClient<'_> {
 
     fn into_report(self) -> LoadReport {
         let connections_by_core = self.connections_by_core.into_iter();
-        let mut connections_by_core: Vec<CoreConnections> = connections_by_core
-            .map(|((server, core), connections)| CoreConnections { server, core, connections })
+        let mut connections_by_core: Vec<CoreConnectionCount> = connections_by_core
+            .map(|((server, core), connections)| CoreConnectionCount { server, core, connections })
             .collect();
         connections_by_core.sort_by_key(|core_connections| (core_connections.server, core_connections.core));
         let (latency_us, lateness_us) =
-            (Latency::from(&self.latency_histogram), Latency::from(&self.lateness_histogram));
+            (DelayStatisticsUs::from(&self.latency_histogram), DelayStatisticsUs::from(&self.lateness_histogram));
         LoadReport { latency_us, lateness_us, connections_by_core, ..self.report }
     }
 }

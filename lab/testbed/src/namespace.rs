@@ -14,11 +14,11 @@ const NETNS_DIRECTORY: &str = "/run/netns";
 
 /// Network namespace created by `ip netns add`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Namespace {
+pub struct NetworkNamespace {
     name: String,
 }
 
-impl Namespace {
+impl NetworkNamespace {
     pub(crate) fn new(name: String) -> Self {
         Self { name }
     }
@@ -29,7 +29,7 @@ impl Namespace {
     }
 
     /// Returns the path of the namespace for `nsenter --net=PATH`. Unlike `ip netns exec`, nsenter keeps bpffs mounted.
-    pub fn path(&self) -> PathBuf {
+    pub fn namespace_file_path(&self) -> PathBuf {
         Path::new(NETNS_DIRECTORY).join(&self.name)
     }
 
@@ -61,7 +61,7 @@ impl Namespace {
     }
 
     /// Returns the MAC address of a device in this namespace. Fails when the device does not exist.
-    pub fn device_mac_address(&self, device: &str) -> anyhow::Result<String> {
+    pub fn read_device_mac_address(&self, device: &str) -> anyhow::Result<String> {
         self.run_within(|| {
             let mut address_entries = nix::ifaddrs::getifaddrs()?.filter(|entry| entry.interface_name == device);
             let mac = address_entries.find_map(|entry| entry.address?.as_link_addr()?.addr());
@@ -71,7 +71,7 @@ impl Namespace {
     }
 
     pub(crate) fn open_file(&self) -> anyhow::Result<File> {
-        File::open(self.path()).with_context(|| format!("cannot open network namespace {}", self.name))
+        File::open(self.namespace_file_path()).with_context(|| format!("cannot open network namespace {}", self.name))
     }
 
     /// Kills all processes in the namespace, then removes the namespace with all its devices.
@@ -95,7 +95,7 @@ impl Namespace {
             for entry in std::fs::read_dir("/proc")?.flatten() {
                 let Ok(name) = entry.file_name().into_string() else { continue };
                 let Ok(pid) = name.parse::<i32>() else { continue };
-                if is_in_namespace(&name) && !is_zombie(pid) {
+                if is_in_namespace(&name) && !is_zombie_process(pid) {
                     has_process = true;
                     kill_process_if(pid, || is_in_namespace(&name));
                 }
@@ -109,7 +109,7 @@ impl Namespace {
     }
 }
 
-fn is_zombie(pid: i32) -> bool {
+fn is_zombie_process(pid: i32) -> bool {
     let process_stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The state is the first word after the command's name, which ends with the last parenthesis.
     process_stat.rsplit_once(')').is_none_or(|(_, stat_fields)| stat_fields.trim_start().starts_with(['Z', 'X']))
@@ -134,14 +134,14 @@ fn kill_process_if(pid: i32, must_be_killed: impl Fn() -> bool) {
 }
 
 /// Returns the network namespaces whose names start with `prefix`.
-pub(crate) fn namespaces_with_prefix(prefix: &str) -> Vec<Namespace> {
+pub(crate) fn list_namespaces_with_prefix(prefix: &str) -> Vec<NetworkNamespace> {
     let directory_entries = std::fs::read_dir(NETNS_DIRECTORY).into_iter().flatten().flatten();
     let names = directory_entries.filter_map(|entry| entry.file_name().into_string().ok());
-    names.filter(|name| name.starts_with(prefix)).map(Namespace::new).collect()
+    names.filter(|name| name.starts_with(prefix)).map(NetworkNamespace::new).collect()
 }
 
 /// Runs a batch of `ip` commands in `namespace`, or in this process's namespace if it is `None`.
-pub(crate) fn run_ip_batch(namespace: Option<&Namespace>, commands: &str) -> anyhow::Result<()> {
+pub(crate) fn run_ip_batch(namespace: Option<&NetworkNamespace>, commands: &str) -> anyhow::Result<()> {
     use io::Write as _;
     let mut ip = Command::new("ip");
     if let Some(namespace) = namespace {

@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 
 use crate::addresses::{SERVICE_ADDRESS, server_address};
 use crate::topology::Testbed;
-use crate::{DEFAULT_TIMEOUT, Process};
+use crate::{DEFAULT_TIMEOUT, TestbedProcess};
 
 /// Size of the file at [`LARGE_FILE_PATH`] (bytes).
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
@@ -24,7 +24,7 @@ pub const WORKER_IDENTITY_PATH: &str = "/who";
 /// Running nginx processes on a server. Dropping this value ends them.
 #[derive(Debug)]
 pub struct NginxServer {
-    master_process: Process,
+    master_process: TestbedProcess,
     nginx_directory: PathBuf,
 }
 
@@ -49,19 +49,22 @@ impl Testbed {
 
     fn spawn_nginx(
         &self,
-        namespace: &crate::Namespace,
+        namespace: &crate::NetworkNamespace,
         number: u16,
         directory: &std::path::Path,
-    ) -> anyhow::Result<Process> {
+    ) -> anyhow::Result<TestbedProcess> {
         let configuration_path = directory.join("nginx.conf");
-        fs::write(&configuration_path, self.nginx_configuration_text(number, directory, self.options().core_count))?;
+        fs::write(
+            &configuration_path,
+            self.build_nginx_configuration_text(number, directory, self.options().core_count),
+        )?;
         let mut command = Command::new("nginx");
         command.arg("-c").arg(&configuration_path).arg("-e").arg(directory.join("error.log"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         self.spawn(namespace, command).context("nginx (Debian package nginx-light)")
     }
 
-    fn nginx_configuration_text(&self, number: u16, directory: &std::path::Path, worker_count: u16) -> String {
+    fn build_nginx_configuration_text(&self, number: u16, directory: &std::path::Path, worker_count: u16) -> String {
         let directory = directory.display();
         let listen_addresses = self.vips().chain([self.options().family.host_address(server_address(number))]);
         let listen_sockets = listen_addresses.map(|address| SocketAddr::new(address, SERVICE_ADDRESS.port()));
@@ -110,8 +113,9 @@ impl NginxServer {
 
     /// Makes nginx reload its configuration with `worker_count` workers. Fails when the configuration cannot be written
     /// or the master has ended.
-    pub fn reload(&self, testbed: &Testbed, server_number: u16, worker_count: u16) -> anyhow::Result<()> {
-        let configuration_text = testbed.nginx_configuration_text(server_number, &self.nginx_directory, worker_count);
+    pub fn reload_configuration(&self, testbed: &Testbed, server_number: u16, worker_count: u16) -> anyhow::Result<()> {
+        let configuration_text =
+            testbed.build_nginx_configuration_text(server_number, &self.nginx_directory, worker_count);
         fs::write(self.nginx_directory.join("nginx.conf"), configuration_text)?;
         self.master_process.send_signal(Signal::SIGHUP)
     }

@@ -12,20 +12,20 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use coreward_load::key_value::{Request as KeyValueRequest, ResponseWriter};
+use coreward_load::key_value::{KeyValueRequest, KeyValueResponseWriter};
 use coreward_model::dispatch::{
-    CoreAssignmentMode, EpochLength, MAX_SERVICES, ReservedCores, ScaleDownCondition, ScaleUpCondition,
+    CoreAssignmentMode, EpochLength, MAX_SCHEDULED_SERVICES, ReservedCores, ScaleDownCondition, ScaleUpCondition,
 };
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::SharedCoreAllocator;
 use coreward_runtime::message::{HintMessage, HintTrigger};
-use coreward_runtime::serve::{self, Handler, Reply, Request, ServeCounters, ServeOptions};
-use coreward_runtime::worker::{Runtime, Worker};
+use coreward_runtime::serve::{self, HandlerRequest, ReplyAction, RequestHandler, ServeCounters, ServeOptions};
+use coreward_runtime::worker::{OrchestratorConnection, Worker};
 
-use crate::core_load_file::CounterFile;
+use crate::core_load_file::SharedCounterFile;
 use crate::interrupt;
 use crate::key_value::rocksdb::RocksDb;
-use crate::key_value::store::{Database, MAX_ADDED_PAIR_COUNT, Store};
+use crate::key_value::store::{InMemoryStore, KeyValueDatabase, MAX_ADDED_PAIR_COUNT};
 use core_clock::CoreClock;
 
 const POLL_OR_RECONNECT_INTERVAL: Duration = Duration::from_millis(20);
@@ -92,24 +92,24 @@ impl OrchestratedServerArgs {
         ServeOptions { quantum: quantum / 2, spin_time: Duration::ZERO, ..options }
     }
 
-    fn core_clock(&self) -> Option<CoreClock> {
+    fn build_core_clock(&self) -> Option<CoreClock> {
         let times = [self.quantum_us, self.sleep_us, self.switch_us];
         let [slice, sleep, switch] = times.map(Duration::from_micros);
         self.paced.then(|| CoreClock::new(slice, sleep, switch))
     }
 }
 
-struct SharedState {
-    database: Box<dyn Database>,
+struct SharedServerState {
+    database: Box<dyn KeyValueDatabase>,
     /// Allocator that assigns cores to services, or `None` if every service runs on every core.
     allocator: Option<SharedCoreAllocator>,
     /// Number of workers that have connected so far.
     connected_worker_count: AtomicUsize,
     /// Core load file that contains, for each service, its total time on all cores.
-    core_load_file: Option<CounterFile>,
+    core_load_file: Option<SharedCounterFile>,
 }
 
-impl SharedState {
+impl SharedServerState {
     fn add_busy_time(&self, service: u8, time: Duration) {
         let Some(core_load_file) = &self.core_load_file else { return };
         let add_time = |number| Some((u64::from_le(number) + time.as_nanos() as u64).to_le());
@@ -119,28 +119,33 @@ impl SharedState {
 }
 
 /// Request handler of one core.
-struct CoreServer<'s> {
-    shared_state: &'s SharedState,
+struct CoreRequestHandler<'s> {
+    shared_state: &'s SharedServerState,
     /// Clock of a paced core, or `None` if the core really executes for the service time.
     clock: Option<CoreClock>,
 }
 
-impl Handler for CoreServer<'_> {
-    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut serve::Context<'_>) -> Reply {
+impl RequestHandler for CoreRequestHandler<'_> {
+    fn handle(
+        &self,
+        request: &HandlerRequest<'_>,
+        response: &mut Vec<u8>,
+        context: &mut serve::HandlerContext<'_>,
+    ) -> ReplyAction {
         let service = request.service;
-        let Ok(request) = KeyValueRequest::parse(request.payload) else { return Reply::Nothing };
+        let Ok(request) = KeyValueRequest::parse(request.payload) else { return ReplyAction::Nothing };
         let time = Duration::from_nanos(request.service_ns.into());
         match &self.clock {
             Some(clock) => clock.serve_request(service, time, || context.yield_point()),
             None => keep_core_busy_for(time, context),
         }
         self.shared_state.add_busy_time(service, time);
-        let mut writer = ResponseWriter::default();
-        self.shared_state.database.answer(&request, context.core(), &mut writer);
+        let mut writer = KeyValueResponseWriter::default();
+        self.shared_state.database.answer_request(&request, context.core(), &mut writer);
         let mut datagrams = writer.finish_response();
-        let (Some(single_datagram), None) = (datagrams.next(), datagrams.next()) else { return Reply::Nothing };
+        let (Some(single_datagram), None) = (datagrams.next(), datagrams.next()) else { return ReplyAction::Nothing };
         response.extend_from_slice(single_datagram);
-        Reply::Send
+        ReplyAction::Send
     }
 
     fn handle_load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
@@ -152,7 +157,7 @@ impl Handler for CoreServer<'_> {
 }
 
 /// Keeps the core busy for `time`, in addition to the time of requests that preempt this one.
-fn keep_core_busy_for(time: Duration, context: &mut serve::Context<'_>) {
+fn keep_core_busy_for(time: Duration, context: &mut serve::HandlerContext<'_>) {
     let mut deadline = Instant::now() + time;
     loop {
         let yield_start = Instant::now();
@@ -167,24 +172,25 @@ fn keep_core_busy_for(time: Duration, context: &mut serve::Context<'_>) {
     }
 }
 
-fn open_database(args: &OrchestratedServerArgs) -> anyhow::Result<Box<dyn Database>> {
+fn open_database(args: &OrchestratedServerArgs) -> anyhow::Result<Box<dyn KeyValueDatabase>> {
     let value_length = args.value_bytes.into();
     Ok(match &args.rocksdb {
         Some(directory) => Box::new(RocksDb::open(directory, args.keys, value_length)?),
-        None => Box::new(Store::with_keys(args.keys, value_length, args.keys as usize + MAX_ADDED_PAIR_COUNT)),
+        None => Box::new(InMemoryStore::with_keys(args.keys, value_length, args.keys as usize + MAX_ADDED_PAIR_COUNT)),
     })
 }
 
 /// Serves requests until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON. Fails
 /// when signals cannot be handled, or when the database cannot be opened.
-pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
+pub fn run_orchestrated_server(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let database = open_database(args)?;
     let core_count = args.cores.iter().max().map_or(0, |last| last + 1);
     let needs_allocator = args.assignment != CoreAssignmentMode::CompleteShare;
     let allocator = needs_allocator.then(|| SharedCoreAllocator::new(args.assignment, core_count, args.reserved));
-    let core_load_file = args.busy_file.as_ref().map(|path| CounterFile::create(path, MAX_SERVICES)).transpose()?;
-    let server = SharedState { database, allocator, connected_worker_count: AtomicUsize::new(0), core_load_file };
+    let core_load_file =
+        args.busy_file.as_ref().map(|path| SharedCounterFile::create(path, MAX_SCHEDULED_SERVICES)).transpose()?;
+    let server = SharedServerState { database, allocator, connected_worker_count: AtomicUsize::new(0), core_load_file };
     let stop_flag = AtomicBool::new(false);
     let served_count_by_core: Vec<u64> = std::thread::scope(|scope| {
         let (server, stop_flag) = (&server, &stop_flag);
@@ -207,7 +213,7 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
 }
 
 /// Waits for SIGINT or SIGTERM. Moves the core load file to its final path as soon as all cores are connected.
-fn wait_for_signal(args: &OrchestratedServerArgs, shared_state: &SharedState) -> anyhow::Result<()> {
+fn wait_for_signal(args: &OrchestratedServerArgs, shared_state: &SharedServerState) -> anyhow::Result<()> {
     let mut unpublished_file = shared_state.core_load_file.as_ref().zip(args.busy_file.as_ref());
     while interrupt::ensure_not_interrupted().is_ok() {
         if shared_state.connected_worker_count.load(Relaxed) >= args.cores.len()
@@ -221,12 +227,17 @@ fn wait_for_signal(args: &OrchestratedServerArgs, shared_state: &SharedState) ->
 }
 
 /// Serves the requests of a core, and reconnects after each error. Returns the number of served requests.
-fn serve_core(args: &OrchestratedServerArgs, core: u16, shared_state: &SharedState, stop_flag: &AtomicBool) -> u64 {
+fn serve_core(
+    args: &OrchestratedServerArgs,
+    core: u16,
+    shared_state: &SharedServerState,
+    stop_flag: &AtomicBool,
+) -> u64 {
     if args.paced {
         // The default timer slack of 50 us delays each wake-up. If setting it fails, the core only wakes later.
         let _ = nix::sys::prctl::set_timerslack(1);
     }
-    let server = CoreServer { shared_state, clock: args.core_clock() };
+    let server = CoreRequestHandler { shared_state, clock: args.build_core_clock() };
     let mut served_count = 0;
     while !stop_flag.load(Relaxed) {
         match connect_and_serve(args, core, &server, stop_flag) {
@@ -243,10 +254,10 @@ fn serve_core(args: &OrchestratedServerArgs, core: u16, shared_state: &SharedSta
 fn connect_and_serve(
     args: &OrchestratedServerArgs,
     core: u16,
-    server: &CoreServer<'_>,
+    server: &CoreRequestHandler<'_>,
     stop_flag: &AtomicBool,
 ) -> Result<ServeCounters, RuntimeError> {
-    let runtime = Runtime::connect(&args.memory)?;
+    let runtime = OrchestratorConnection::connect(&args.memory)?;
     let services = runtime.service_entries();
     for (service, entry) in (0..).zip(&services) {
         match runtime.register_service(service, entry.address, entry.priority) {

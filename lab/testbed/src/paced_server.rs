@@ -10,14 +10,16 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::bail;
-use coreward_load::paced::{MAX_SERVICE_US, MessageBuffer, PacedRequest, PacedResponse};
+use coreward_load::paced::{MAX_SERVICE_US, PacedMessageBuffer, PacedRequest, PacedResponse};
 use nix::sys::wait::wait;
 use zerocopy::IntoBytes as _;
 
-use crate::core_load_file::{CounterFile, read_core_load_file};
-use crate::emulated_server::{EmulatedCore, EventLoop, ResponseQueue, ServerProtocol, fork_worker, listen};
+use crate::core_load_file::{SharedCounterFile, read_core_load_file};
+use crate::emulated_server::{
+    EmulatedCore, EmulatedServerProtocol, ResponseQueue, ServerEventLoop, fork_worker, open_listener,
+};
 use crate::fleet;
-use crate::process::Process;
+use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
 /// Options of `coreward-lab testbed paced-server`.
@@ -39,13 +41,13 @@ pub struct PacedServerArgs {
 
 /// Serves requests until it is killed. Fails when it cannot listen, when the core load file cannot be created, or when
 /// a worker ends.
-pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
+pub fn run_paced_server(args: &PacedServerArgs) -> anyhow::Result<()> {
     let listeners: Vec<TcpListener> =
-        (0..args.workers).map(|_| listen(args.listen, true)).collect::<anyhow::Result<_>>()?;
-    let core_load_file = CounterFile::create(&args.busy_file, args.workers.into())?;
+        (0..args.workers).map(|_| open_listener(args.listen, true)).collect::<anyhow::Result<_>>()?;
+    let core_load_file = SharedCounterFile::create(&args.busy_file, args.workers.into())?;
     for ((number, listener), busy_ns) in (0..).zip(&listeners).zip(core_load_file.counters()) {
-        let protocol = PacedProtocol { server_number: args.server, core_number: number };
-        let run_core = || EventLoop::new(protocol, vec![EmulatedCore::new(listener, busy_ns)])?.run();
+        let protocol = PacedServerProtocol { server_number: args.server, core_number: number };
+        let run_core = || ServerEventLoop::new(protocol, vec![EmulatedCore::new(listener, busy_ns)])?.run();
         fork_worker("paced server", number, run_core)?;
     }
     core_load_file.publish(&args.busy_file)?;
@@ -55,20 +57,20 @@ pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
 }
 
 /// Protocol of one core of a paced server.
-struct PacedProtocol {
+struct PacedServerProtocol {
     server_number: u8,
     core_number: u8,
 }
 
-impl ServerProtocol for PacedProtocol {
-    type ConnectionState = MessageBuffer;
+impl EmulatedServerProtocol for PacedServerProtocol {
+    type ConnectionState = PacedMessageBuffer;
     const CLOSES_AFTER_RESPONSE: bool = false;
-    const ACCEPT_NS: u64 = 0;
+    const ACCEPT_SERVICE_NS: u64 = 0;
     /// Maximum age of a busy time (ns), which is 4 % of a report interval of 100 ms. A request in the demo (7.5 ms)
     /// thus needs only one additional wake-up.
     const PUBLISH_INTERVAL_NS: u64 = 4_000_000;
 
-    fn receive(&self, messages: &mut MessageBuffer, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
+    fn receive_bytes(&self, messages: &mut PacedMessageBuffer, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
         let mut is_valid = true;
         messages.for_each_message(bytes, |request: PacedRequest| {
             let service_us = request.service_us.get();
@@ -79,7 +81,7 @@ impl ServerProtocol for PacedProtocol {
         is_valid
     }
 
-    fn write_packet(&self, _: &MessageBuffer, id: u32, packet: &mut Vec<u8>, _: &mut ResponseQueue<'_>) {
+    fn write_packet(&self, _: &PacedMessageBuffer, id: u32, packet: &mut Vec<u8>, _: &mut ResponseQueue<'_>) {
         let response = PacedResponse {
             id: id.into(),
             server_number: self.server_number,
@@ -93,7 +95,7 @@ impl ServerProtocol for PacedProtocol {
 /// Running paced server on a server of the testbed, which is killed when dropped.
 #[derive(Debug)]
 pub struct PacedServer {
-    master_process: Process,
+    master_process: TestbedProcess,
     core_load_file_path: PathBuf,
 }
 
@@ -113,7 +115,7 @@ impl Testbed {
     /// does not listen in time.
     pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
         let core_load_file_path = fleet::core_load_file_path(self, number);
-        let mut command = Command::new(fleet::lab_binary()?);
+        let mut command = Command::new(fleet::lab_binary_path()?);
         command.args(["testbed", "paced-server", "--listen", &self.service_address().to_string()]);
         command.args(["--workers", &self.options().core_count.to_string(), "--server", &number.to_string()]);
         command.arg("--busy-file").arg(&core_load_file_path);

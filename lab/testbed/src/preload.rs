@@ -10,7 +10,7 @@ use std::process::Command;
 use anyhow::Context as _;
 
 /// Contents of the shared library that build.rs compiles from fault_shim.c.
-const FAULT_LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
+const FAULT_LIBRARY_BYTES: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
 /// Position of the clock offset in the faults file (bytes). The file contains `struct faults` of fault_shim.c, which is
 /// two 64-bit numbers.
 const CLOCK_OFFSET_FILE_POSITION: u64 = 0;
@@ -27,8 +27,8 @@ impl PreloadedFaults {
     /// Writes the fault library into an existing directory. Fails when it cannot be written.
     pub fn create(directory: &Path) -> anyhow::Result<Self> {
         let preloaded_faults = Self { directory: directory.to_owned() };
-        let library = preloaded_faults.library_path();
-        fs::write(&library, FAULT_LIBRARY).with_context(|| format!("cannot write {}", library.display()))?;
+        let library = preloaded_faults.fault_library_path();
+        fs::write(&library, FAULT_LIBRARY_BYTES).with_context(|| format!("cannot write {}", library.display()))?;
         Ok(preloaded_faults)
     }
 
@@ -46,27 +46,27 @@ impl PreloadedFaults {
 
     /// Makes the process of `command` load the fault library, with the faults of `daemon`.
     pub(crate) fn preload_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
-        let faults_path = self.faults_path(daemon);
+        let faults_path = self.faults_file_path(daemon);
         let write_empty_faults = || -> io::Result<()> {
             File::options().write(true).create(true).truncate(false).open(&faults_path)?.set_len(FAULTS_FILE_BYTES)
         };
         write_empty_faults().with_context(|| format!("cannot make {}", faults_path.display()))?;
-        command.env("LD_PRELOAD", self.library_path()).env("COREWARD_FAULTS", faults_path);
+        command.env("LD_PRELOAD", self.fault_library_path()).env("COREWARD_FAULTS", faults_path);
         Ok(())
     }
 
     fn write_fault_value(&self, daemon: &str, file_position: u64, value: i64) -> anyhow::Result<()> {
-        let faults_path = self.faults_path(daemon);
+        let faults_path = self.faults_file_path(daemon);
         let write_value =
             || File::options().write(true).open(&faults_path)?.write_all_at(&value.to_ne_bytes(), file_position);
         write_value().with_context(|| format!("cannot write {}", faults_path.display()))
     }
 
-    fn library_path(&self) -> PathBuf {
+    fn fault_library_path(&self) -> PathBuf {
         self.directory.join("preload.so")
     }
 
-    fn faults_path(&self, daemon: &str) -> PathBuf {
+    fn faults_file_path(&self, daemon: &str) -> PathBuf {
         self.directory.join(format!("faults-{daemon}"))
     }
 }

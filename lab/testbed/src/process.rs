@@ -12,7 +12,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::de::DeserializeOwned;
 
-use crate::namespace::Namespace;
+use crate::namespace::NetworkNamespace;
 
 /// Timeout for conditions that hold soon in the absence of faults. It is 60 s, or `COREWARD_TEST_TIMEOUT` (s) of the
 /// environment. A wait ends as soon as its condition holds, so a long timeout costs no time.
@@ -24,16 +24,16 @@ pub static DEFAULT_TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
 
 /// Running child process, which is killed when dropped.
 #[derive(Debug)]
-pub struct Process {
+pub struct TestbedProcess {
     child: Child,
     program_name: String,
 }
 
-impl Process {
+impl TestbedProcess {
     /// Starts `command` in `namespace`. The kernel kills the process when the caller's *thread* ends
     /// (PR_SET_PDEATHSIG), so that no process remains after a killed testbed. Call it from a thread that lives as long
     /// as the process should. Fails when the namespace cannot be opened or the program cannot be started.
-    pub fn spawn(namespace: &Namespace, mut command: Command) -> anyhow::Result<Self> {
+    pub fn spawn(namespace: &NetworkNamespace, mut command: Command) -> anyhow::Result<Self> {
         enter_namespace_before_exec(namespace, &mut command)?;
         let program_name = command.get_program().to_string_lossy().into_owned();
         let child = command
@@ -63,7 +63,7 @@ impl Process {
     }
 
     /// Waits for the end of the process and returns its exit status. Fails when it still runs after `limit`.
-    pub fn wait(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
+    pub fn wait_for_exit(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         let deadline = Instant::now() + limit;
         loop {
             if let Some(status) = self.try_wait()? {
@@ -96,7 +96,7 @@ impl Process {
     /// Waits for the end of the process and parses its output as JSON, which must fit into the pipe. Fails when the
     /// process fails or still runs after `limit`.
     pub fn wait_for_json<R: DeserializeOwned>(mut self, limit: Duration) -> anyhow::Result<R> {
-        let exit_status = self.wait(limit)?;
+        let exit_status = self.wait_for_exit(limit)?;
         ensure!(exit_status.success(), "{} failed: {exit_status}", self.program_name);
         Ok(serde_json::from_reader(self.child.stdout.take().context("stdout is no pipe")?)?)
     }
@@ -107,11 +107,11 @@ impl Process {
             return Ok(status);
         }
         self.send_signal(Signal::SIGTERM)?;
-        self.wait(limit)
+        self.wait_for_exit(limit)
     }
 }
 
-impl Drop for Process {
+impl Drop for TestbedProcess {
     fn drop(&mut self) {
         // Both calls fail only after the process has ended.
         let _ = self.child.kill();
@@ -121,7 +121,7 @@ impl Drop for Process {
 
 /// Runs `command` in `namespace` until it ends, and returns its output. Fails when it cannot be started. Fails with its
 /// stderr when it does not exit with 0.
-pub fn run_command(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output> {
+pub fn run_command_in_namespace(namespace: &NetworkNamespace, mut command: Command) -> anyhow::Result<Output> {
     enter_namespace_before_exec(namespace, &mut command)?;
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
     if !output.status.success() {
@@ -134,7 +134,7 @@ pub fn run_command(namespace: &Namespace, mut command: Command) -> anyhow::Resul
 /// Makes the command start in the namespace and in a new process group. Otherwise nginx could reload unexpectedly,
 /// because the kernel sends SIGHUP to a group that has a stopped process and loses its shell (kernel/exit.c,
 /// kill_orphaned_pgrp).
-fn enter_namespace_before_exec(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
+fn enter_namespace_before_exec(namespace: &NetworkNamespace, command: &mut Command) -> anyhow::Result<()> {
     command.process_group(0);
     let namespace_file = namespace.open_file()?;
     let parent_pid = std::process::id() as i32;

@@ -15,7 +15,7 @@ use libbpf_rs::{
 };
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
-use crate::namespace::Namespace;
+use crate::namespace::NetworkNamespace;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
 pub(crate) mod skeletons {
@@ -34,11 +34,11 @@ pub(crate) mod skeletons {
 }
 
 /// Priority of the RSS emulation's tc program, which makes it run after the access port's program.
-const TC_PRIORITY: u32 = 2;
+const RSS_TC_PRIORITY: u32 = 2;
 
 /// Attaches the program that emulates RSS at the egress of `port` in `switch`, and pins its registers at `pin_path`.
 pub(crate) fn attach_rss_emulation(
-    switch: &Namespace,
+    switch: &NetworkNamespace,
     port: &str,
     pin_path: &Path,
     rss: &RssConfig,
@@ -49,7 +49,7 @@ pub(crate) fn attach_rss_emulation(
     fs::create_dir_all(pin_path.parent().context("the pin has no directory")?)?;
     loaded_skeleton.maps.registers.pin(pin_path).with_context(|| format!("cannot pin {}", pin_path.display()))?;
     write_registers(pin_path, rss)?;
-    attach_tc_program(switch, port, loaded_skeleton.progs.rss_emulation.as_fd(), TC_EGRESS, TC_PRIORITY)
+    attach_tc_program(switch, port, loaded_skeleton.progs.rss_emulation.as_fd(), TC_EGRESS, RSS_TC_PRIORITY)
         .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
 }
 
@@ -90,13 +90,13 @@ fn read_register_map(pin_path: &Path) -> anyhow::Result<Box<intf::emulated_rss>>
 
 /// Attaches a native XDP program that passes all frames. A switch's port needs it to receive frames that its peer sends
 /// by XDP_TX (see xdp_pass.bpf.c). Fails when the device does not support native XDP.
-pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()> {
+pub fn attach_xdp_pass(namespace: &NetworkNamespace, device: &str) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open_skeleton = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
     let loaded_skeleton = open_skeleton.load().context("the kernel does not load xdp_pass.bpf.c")?;
     let program_fd = loaded_skeleton.progs.xdp_pass.as_fd();
     namespace.run_within(|| {
-        let device_index = interface_index(device)?;
+        let device_index = find_interface_index(device)?;
         Xdp::new(program_fd)
             .attach(device_index, XdpFlags::DRV_MODE)
             .with_context(|| format!("no native XDP on {device}"))
@@ -111,11 +111,17 @@ pub struct ReceiveQueueRecorder {
 impl ReceiveQueueRecorder {
     /// Records the flows that arrive at a device until the device is removed. Fails when the BPF program does not load
     /// or attach.
-    pub fn start(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
+    pub fn start(namespace: &NetworkNamespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open_skeleton = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
         let loaded_skeleton = open_skeleton.load().context("the kernel does not load receive_queues.bpf.c")?;
-        attach_tc_program(namespace, device, loaded_skeleton.progs.receive_queues.as_fd(), TC_INGRESS, TC_PRIORITY)?;
+        attach_tc_program(
+            namespace,
+            device,
+            loaded_skeleton.progs.receive_queues.as_fd(),
+            TC_INGRESS,
+            RSS_TC_PRIORITY,
+        )?;
         Ok(Self { flow_map: MapHandle::try_from(&loaded_skeleton.maps.received_flows)? })
     }
 
@@ -133,7 +139,7 @@ impl ReceiveQueueRecorder {
 
 /// Attaches a tc program by clsact instead of tcx, because clsact exists before Linux 6.6 and ends with the device.
 pub(crate) fn attach_tc_program(
-    namespace: &Namespace,
+    namespace: &NetworkNamespace,
     device: &str,
     program: BorrowedFd<'_>,
     direction: TcAttachPoint,
@@ -141,7 +147,7 @@ pub(crate) fn attach_tc_program(
 ) -> anyhow::Result<()> {
     namespace.run_within(|| {
         let mut hook_builder = TcHookBuilder::new(program);
-        hook_builder.ifindex(interface_index(device)?).replace(true).handle(1).priority(priority);
+        hook_builder.ifindex(find_interface_index(device)?).replace(true).handle(1).priority(priority);
         let mut tc_hook = hook_builder.hook(direction);
         tc_hook.create()?;
         tc_hook.attach()?;
@@ -149,7 +155,7 @@ pub(crate) fn attach_tc_program(
     })
 }
 
-fn interface_index(device: &str) -> anyhow::Result<i32> {
+fn find_interface_index(device: &str) -> anyhow::Result<i32> {
     let device_index = nix::net::if_::if_nametoindex(device).with_context(|| format!("no interface {device}"))?;
     Ok(device_index as i32)
 }

@@ -36,11 +36,11 @@ impl Testbed {
             "link add br1 type bridge stp_state 0 forward_delay 0 mcast_snooping 0\nlink set br1 up\n\
              link set srouter1 master br1 up\n",
         )?;
-        let router_commands = self.address_commands(SERVER_ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE)
-            + &self.address_commands(ROUTER_ADDRESS_AT_SERVERS, SERVER_NETWORK_PREFIX.1, SERVER_SIDE_DEVICE);
+        let router_commands = self.build_address_commands(SERVER_ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE)
+            + &self.build_address_commands(ROUTER_ADDRESS_AT_SERVERS, SERVER_NETWORK_PREFIX.1, SERVER_SIDE_DEVICE);
         run_ip_batch(
             Some(router),
-            &format!("link set {SERVER_SIDE_DEVICE} up\n{router_commands}{}", self.client_route_commands()),
+            &format!("link set {SERVER_SIDE_DEVICE} up\n{router_commands}{}", self.build_client_route_commands()),
         )?;
         self.enable_forwarding(router)
     }
@@ -50,11 +50,14 @@ impl Testbed {
     }
 
     /// Returns `ip` commands for a server's address and routes.
-    pub(crate) fn server_ip_commands(&self, address: Ipv4Addr) -> String {
+    pub(crate) fn build_server_ip_commands(&self, address: Ipv4Addr) -> String {
         match self.server_router() {
-            None => self.address_commands(address, SEGMENT_PREFIX_LENGTH, HOST_DEVICE) + &self.client_route_commands(),
+            None => {
+                self.build_address_commands(address, SEGMENT_PREFIX_LENGTH, HOST_DEVICE)
+                    + &self.build_client_route_commands()
+            }
             Some(_) => {
-                self.address_commands(address, SERVER_NETWORK_PREFIX.1, HOST_DEVICE)
+                self.build_address_commands(address, SERVER_NETWORK_PREFIX.1, HOST_DEVICE)
                     + &self.route_commands(DEFAULT_ROUTE_PREFIX, ROUTER_ADDRESS_AT_SERVERS)
             }
         }

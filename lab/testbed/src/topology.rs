@@ -24,15 +24,15 @@ use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use crate::addresses::{
     AddressFamily, CONTROLLER_ADDRESS, FIRST_IPV4_VIP, HOST_DEVICE, IPV6_VIP_PREFIX, Ipv4Prefix, ROUTED_CLIENTS_PREFIX,
-    ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, SERVICE_ADDRESS, ipv6_address, ipv6_prefix, load_balancer_address,
-    load_balancer_name, rack_controller_address, rack_controller_name, server_address,
+    ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, SERVICE_ADDRESS, host_ipv6_address, load_balancer_address,
+    load_balancer_name, rack_controller_address, rack_controller_name, server_address, to_ipv6_prefix_text,
 };
-use crate::instance::Instance;
-use crate::namespace::{Namespace, run_ip_batch};
-use crate::process::{self, Process};
+use crate::instance::TestbedInstance;
+use crate::namespace::{NetworkNamespace, run_ip_batch};
+use crate::process::{self, TestbedProcess};
 use crate::rss_emulation;
-use options::{LOAD_BALANCERS_MAX, SERVERS_MAX};
-pub use options::{TestbedOptions, Vlans};
+use options::{LOAD_BALANCERS_MAX, MAX_SERVER_COUNT};
+pub use options::{TestbedOptions, TestbedVlans};
 
 /// Number of the [`seeded_rng`] stream from which the initial RSS keys of emulated NICs are drawn.
 const RNG_STREAM_NIC_KEY: u64 = 3;
@@ -42,22 +42,22 @@ const RNG_STREAM_NIC_KEY: u64 = 3;
 #[derive(Debug)]
 pub struct Testbed {
     options: TestbedOptions,
-    instance: Instance,
-    client: Namespace,
-    router: Option<Namespace>,
-    server_router: Option<Namespace>,
-    controller: Namespace,
-    switch: Namespace,
+    instance: TestbedInstance,
+    client: NetworkNamespace,
+    router: Option<NetworkNamespace>,
+    server_router: Option<NetworkNamespace>,
+    controller: NetworkNamespace,
+    switch: NetworkNamespace,
     /// Namespace of load balancer K at index K - 1, or `None` after its removal.
-    load_balancers: Vec<Option<Namespace>>,
+    load_balancers: Vec<Option<NetworkNamespace>>,
     /// Namespace of rack controller K at index K - 1.
-    rack_controllers: Vec<Namespace>,
+    rack_controllers: Vec<NetworkNamespace>,
     /// Namespace of server K at index K - 1, or `None` after its removal.
-    servers: Vec<Option<Namespace>>,
+    servers: Vec<Option<NetworkNamespace>>,
 }
 
 /// Returns the reason, as one sentence, for which this process cannot create a testbed, or `None` if it can.
-pub fn missing_privilege() -> Option<String> {
+pub fn find_missing_privilege() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some(
             "the testbed needs root, for network namespaces and BPF programs; without it `make build` and the \
@@ -80,20 +80,22 @@ pub fn missing_privilege() -> Option<String> {
 
 /// Describes the rights that a test lacks to create a testbed, or returns `None` if it has all. scripts/test sets
 /// `COREWARD_WITHOUT_RIGHTS` when scripts/capabilities reports missing rights.
-pub fn missing_testbed_rights() -> Option<String> {
+pub fn find_missing_testbed_rights() -> Option<String> {
     let reported_missing_rights = std::env::var_os("COREWARD_WITHOUT_RIGHTS");
-    reported_missing_rights.map(|_| "scripts/capabilities names what is missing".to_owned()).or_else(missing_privilege)
+    reported_missing_rights
+        .map(|_| "scripts/capabilities names what is missing".to_owned())
+        .or_else(find_missing_privilege)
 }
 
 impl Testbed {
     /// Creates a testbed, after removing the remains of a killed one with the same name. Fails without root, when a
     /// running process uses the name, or when a command fails.
     pub fn create(options: TestbedOptions) -> anyhow::Result<Self> {
-        options.check()?;
-        if let Some(privilege_error) = missing_privilege() {
+        options.check_options()?;
+        if let Some(privilege_error) = find_missing_privilege() {
             bail!(privilege_error);
         }
-        let instance = Instance::acquire(&options.instance)?;
+        let instance = TestbedInstance::acquire(&options.instance_name)?;
         let mut testbed = Self {
             client: instance.namespace("client"),
             router: options.router_mtu.map(|_| instance.namespace("router")),
@@ -137,7 +139,8 @@ impl Testbed {
         let server_subnet_routes = self.server_subnet_route_commands();
         run_ip_batch(
             Some(&self.controller),
-            &(self.address_commands(CONTROLLER_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE) + &server_subnet_routes),
+            &(self.build_address_commands(CONTROLLER_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE)
+                + &server_subnet_routes),
         )?;
         self.create_server_router()?;
         self.create_client_side()?;
@@ -151,7 +154,7 @@ impl Testbed {
         self.connect_to_switch(&namespace, &name, 1, 1)?;
         run_ip_batch(
             Some(&namespace),
-            &self.address_commands(rack_controller_address(number), SEGMENT_PREFIX_LENGTH, HOST_DEVICE),
+            &self.build_address_commands(rack_controller_address(number), SEGMENT_PREFIX_LENGTH, HOST_DEVICE),
         )?;
         self.rack_controllers.push(namespace);
         Ok(())
@@ -181,7 +184,7 @@ impl Testbed {
         }
         run_ip_batch(
             Some(&namespace),
-            &(self.address_commands(ipv4_address, SEGMENT_PREFIX_LENGTH, HOST_DEVICE) + &server_subnet_routes),
+            &(self.build_address_commands(ipv4_address, SEGMENT_PREFIX_LENGTH, HOST_DEVICE) + &server_subnet_routes),
         )?;
         if self.options.routes_answers_via_load_balancer {
             self.enable_forwarding(&namespace)?;
@@ -222,8 +225,8 @@ impl Testbed {
     /// fails.
     pub fn add_server(&mut self) -> anyhow::Result<u16> {
         let number = self.servers.len() as u16 + 1;
-        if number > SERVERS_MAX {
-            bail!("{number} servers in a testbed: expected at most {SERVERS_MAX}");
+        if number > MAX_SERVER_COUNT {
+            bail!("{number} servers in a testbed: expected at most {MAX_SERVER_COUNT}");
         }
         let server_name = format!("s{number}");
         let namespace = self.instance.namespace(&server_name);
@@ -239,7 +242,7 @@ impl Testbed {
         } else {
             self.connect_to_switch(&namespace, &server_name, self.options.core_count, port_queue_count)?;
         }
-        let mut ip_commands = self.server_ip_commands(server_address(number));
+        let mut ip_commands = self.build_server_ip_commands(server_address(number));
         for vip in self.vips() {
             let prefix_length_and_flags = if vip.is_ipv4() { "32" } else { "128 nodad" };
             ip_commands += &format!("address add {vip}/{prefix_length_and_flags} dev lo\n");
@@ -250,7 +253,7 @@ impl Testbed {
             &self.switch,
             &server_name,
             &self.emulated_rss_path(number),
-            &self.default_nic_rss(number)?,
+            &self.default_nic_rss_config(number)?,
         )?;
         self.set_up_access_port(&server_name, self.server_vlan(number))?;
         Ok(number)
@@ -268,7 +271,7 @@ impl Testbed {
     /// XDP there needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
     pub(crate) fn connect_to_switch(
         &self,
-        host: &Namespace,
+        host: &NetworkNamespace,
         port: &str,
         queues: u16,
         port_transmit_queues: u16,
@@ -292,12 +295,17 @@ impl Testbed {
     /// (net.core.netdev_max_backlog) has 1000 packets, so that about 40 packets to each of 31 servers overflow it. veth
     /// has rings where its end does GRO and the other end no TSO (veth_skb_is_eligible_for_gro() in
     /// drivers/net/veth.c).
-    fn enable_receive_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
+    fn enable_receive_rings(&self, host: &NetworkNamespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;
         self.set_offloads(host, HOST_DEVICE, &["gro", "on"])
     }
 
-    pub(crate) fn set_offloads(&self, namespace: &Namespace, device: &str, settings: &[&str]) -> anyhow::Result<()> {
+    pub(crate) fn set_offloads(
+        &self,
+        namespace: &NetworkNamespace,
+        device: &str,
+        settings: &[&str],
+    ) -> anyhow::Result<()> {
         let mut ethtool = Command::new("ethtool");
         ethtool.args(["-K", device]).args(settings);
         self.run_command(namespace, ethtool).map(drop)
@@ -305,11 +313,12 @@ impl Testbed {
 
     /// Returns the initial RSS settings of a NIC under Linux, which are a random key, and queue `i mod cores` in entry
     /// `i` (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
-    fn default_nic_rss(&self, number: u16) -> anyhow::Result<RssConfig> {
+    fn default_nic_rss_config(&self, number: u16) -> anyhow::Result<RssConfig> {
         let core_count = u32::from(self.options.core_count);
         let table_queues: Vec<u32> =
             (0..self.options.indirection_entry_count as u32).map(|entry| entry % core_count).collect();
-        let rss_key = RssKey::random(&mut seeded_rng(self.options.seed << 16 | u64::from(number), RNG_STREAM_NIC_KEY));
+        let rss_key =
+            RssKey::random(&mut seeded_rng(self.options.rss_key_seed << 16 | u64::from(number), RNG_STREAM_NIC_KEY));
         Ok(RssConfig { key: rss_key, indirection_table: IndirectionTable::new(&table_queues)? })
     }
 
@@ -318,23 +327,23 @@ impl Testbed {
     }
 
     /// Returns the namespace of the client's host.
-    pub fn client(&self) -> &Namespace {
+    pub fn client(&self) -> &NetworkNamespace {
         &self.client
     }
 
     /// Returns the namespace of the router in front of the servers, if the testbed has one.
-    pub fn server_router(&self) -> Option<&Namespace> {
+    pub fn server_router(&self) -> Option<&NetworkNamespace> {
         self.server_router.as_ref()
     }
 
     /// Returns the namespace of the router in front of the client, if the testbed has one.
-    pub fn client_router(&self) -> Option<&Namespace> {
+    pub fn client_router(&self) -> Option<&NetworkNamespace> {
         self.router.as_ref()
     }
 
     /// Returns the namespace of load balancer `number`, counted from 1. Fails when it does not exist or was removed.
-    pub fn load_balancer(&self, number: u16) -> anyhow::Result<&Namespace> {
-        let load_balancer_host = host_by_number(&self.load_balancers, number);
+    pub fn load_balancer(&self, number: u16) -> anyhow::Result<&NetworkNamespace> {
+        let load_balancer_host = find_host_by_number(&self.load_balancers, number);
         load_balancer_host.with_context(|| format!("testbed {} has no load balancer {number}", self.instance.name()))
     }
 
@@ -343,24 +352,24 @@ impl Testbed {
     }
 
     /// Returns the namespace of the controllers' host.
-    pub fn controller(&self) -> &Namespace {
+    pub fn controller(&self) -> &NetworkNamespace {
         &self.controller
     }
 
     /// Returns the namespace of rack controller `number`, counted from 1. Fails when it does not exist.
-    pub fn rack_controller(&self, number: u16) -> anyhow::Result<&Namespace> {
+    pub fn rack_controller(&self, number: u16) -> anyhow::Result<&NetworkNamespace> {
         let rack_controller_host =
             usize::from(number).checked_sub(1).and_then(|position| self.rack_controllers.get(position));
         rack_controller_host.with_context(|| format!("testbed {} has no rack {number}", self.instance.name()))
     }
 
-    pub fn switch(&self) -> &Namespace {
+    pub fn switch(&self) -> &NetworkNamespace {
         &self.switch
     }
 
     /// Returns the namespace of server `number`, counted from 1. Fails when it does not exist or was removed.
-    pub fn server(&self, number: u16) -> anyhow::Result<&Namespace> {
-        host_by_number(&self.servers, number)
+    pub fn server(&self, number: u16) -> anyhow::Result<&NetworkNamespace> {
+        find_host_by_number(&self.servers, number)
             .with_context(|| format!("testbed {} has no server {number}", self.instance.name()))
     }
 
@@ -371,11 +380,11 @@ impl Testbed {
     /// Returns the VIPs of the testbed. Every server has all VIPs.
     pub fn vips(&self) -> impl Iterator<Item = IpAddr> + use<> {
         let family = self.options.family;
-        (0..self.options.vip_count).map(move |index| family.vip(index))
+        (0..self.options.vip_count).map(move |index| family.nth_vip(index))
     }
 
     pub fn service_address(&self) -> SocketAddr {
-        SocketAddr::new(self.options.family.vip(0), SERVICE_ADDRESS.port())
+        SocketAddr::new(self.options.family.nth_vip(0), SERVICE_ADDRESS.port())
     }
 
     /// Returns whether hosts have IPv6 addresses in addition to IPv4 addresses.
@@ -384,12 +393,13 @@ impl Testbed {
     }
 
     /// Returns `ip` commands that add a host's addresses to a device, with an IPv4 prefix of `prefix_length` bits.
-    pub(crate) fn address_commands(&self, address: Ipv4Addr, prefix_length: u8, device: &str) -> String {
+    pub(crate) fn build_address_commands(&self, address: Ipv4Addr, prefix_length: u8, device: &str) -> String {
         let ipv4_command = format!("address add {address}/{prefix_length} dev {device}\n");
         match self.has_ipv6() {
             false => ipv4_command,
             true => {
-                ipv4_command + &format!("address add {} dev {device} nodad\n", ipv6_prefix((address, prefix_length)))
+                ipv4_command
+                    + &format!("address add {} dev {device} nodad\n", to_ipv6_prefix_text((address, prefix_length)))
             }
         }
     }
@@ -399,18 +409,20 @@ impl Testbed {
         let ipv4_command = format!("route add {}/{} via {router}\n", prefix.0, prefix.1);
         match self.has_ipv6() {
             false => ipv4_command,
-            true => ipv4_command + &format!("route add {} via {}\n", ipv6_prefix(prefix), ipv6_address(router)),
+            true => {
+                ipv4_command + &format!("route add {} via {}\n", to_ipv6_prefix_text(prefix), host_ipv6_address(router))
+            }
         }
     }
 
-    pub(crate) fn enable_forwarding(&self, host: &Namespace) -> anyhow::Result<()> {
+    pub(crate) fn enable_forwarding(&self, host: &NetworkNamespace) -> anyhow::Result<()> {
         host.set_sysctls(&[("ipv4/ip_forward", "1")])?;
         if self.has_ipv6() { host.set_sysctls(&[("ipv6/conf/all/forwarding", "1")]) } else { Ok(()) }
     }
 
     /// Enables IPv6 on the devices that a host will get, if the testbed uses IPv6. Link-local addresses are usable
     /// immediately, and router advertisements are ignored.
-    pub(crate) fn enable_ipv6(&self, host: &Namespace) -> anyhow::Result<()> {
+    pub(crate) fn enable_ipv6(&self, host: &NetworkNamespace) -> anyhow::Result<()> {
         if !self.has_ipv6() {
             return Ok(());
         }
@@ -446,7 +458,7 @@ impl Testbed {
         self.server_pin_directory(number).join("emulated_rss")
     }
 
-    pub(crate) fn instance_namespace(&self, role: &str) -> Namespace {
+    pub(crate) fn instance_namespace(&self, role: &str) -> NetworkNamespace {
         self.instance.namespace(role)
     }
 
@@ -454,43 +466,47 @@ impl Testbed {
     /// [`Testbed::create`] does.
     pub fn create_without_load_balancing(instance: &str) -> anyhow::Result<Self> {
         let instance = instance.to_owned();
-        let testbed =
-            Self::create(TestbedOptions { instance, server_count: 1, core_count: 2, ..TestbedOptions::default() })?;
+        let testbed = Self::create(TestbedOptions {
+            instance_name: instance,
+            server_count: 1,
+            core_count: 2,
+            ..TestbedOptions::default()
+        })?;
         testbed.route_vip_to_server_1(testbed.client())?;
         Ok(testbed)
     }
 
     /// Adds a route on `host` that sends packets for the VIP to server 1. Fails when `ip` fails.
-    pub fn route_vip_to_server_1(&self, host: &Namespace) -> anyhow::Result<()> {
+    pub fn route_vip_to_server_1(&self, host: &NetworkNamespace) -> anyhow::Result<()> {
         let mut ip = Command::new("ip");
         ip.args(["route", "add", &format!("{FIRST_IPV4_VIP}/32"), "via", &server_address(1).to_string()]);
         self.run_command(host, ip).map(drop)
     }
 
-    /// Starts a process in the namespace of a host. [`Process::spawn`] describes when it is killed. Fails when the
-    /// program cannot be started.
-    pub fn spawn(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Process> {
-        Process::spawn(namespace, command)
+    /// Starts a process in the namespace of a host. [`TestbedProcess::spawn`] describes when it is killed. Fails when
+    /// the program cannot be started.
+    pub fn spawn(&self, namespace: &NetworkNamespace, command: Command) -> anyhow::Result<TestbedProcess> {
+        TestbedProcess::spawn(namespace, command)
     }
 
     /// Runs a program in the namespace of a host until it ends. Fails when the program cannot be started. Fails with
     /// the program's stderr when the program fails.
-    pub fn run_command(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Output> {
-        process::run_command(namespace, command)
+    pub fn run_command(&self, namespace: &NetworkNamespace, command: Command) -> anyhow::Result<Output> {
+        process::run_command_in_namespace(namespace, command)
     }
 }
 
-fn host_by_number(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace> {
+fn find_host_by_number(hosts: &[Option<NetworkNamespace>], number: u16) -> Option<&NetworkNamespace> {
     hosts.get(usize::from(number).checked_sub(1)?)?.as_ref()
 }
 
-fn present_host_numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
+fn present_host_numbers(hosts: &[Option<NetworkNamespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
 }
 
 /// Creates network namespaces that send no unsolicited packets. IPv6 is disabled in them, because it would send
 /// neighbour and multicast messages.
-pub(crate) fn create_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
+pub(crate) fn create_namespaces(namespaces: &[&NetworkNamespace]) -> anyhow::Result<()> {
     let commands: String = namespaces.iter().map(|namespace| format!("netns add {}\n", namespace.name())).collect();
     run_ip_batch(None, &commands)?;
     for namespace in namespaces {

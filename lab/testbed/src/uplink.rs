@@ -21,7 +21,7 @@ use crate::addresses::{
     AddressFamily, DEFAULT_ROUTE_PREFIX, ETHERNET_MTU, HOST_DEVICE, IPV6_VIP_PREFIX, ROUTED_CLIENTS_PREFIX,
     ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, load_balancer_address,
 };
-use crate::namespace::{Namespace, run_ip_batch};
+use crate::namespace::{NetworkNamespace, run_ip_batch};
 use crate::topology::{Testbed, create_namespaces};
 
 const IPV4_VIP_PREFIX: &str = "10.200.0.0/24";
@@ -44,7 +44,7 @@ impl Testbed {
 
     /// Returns the host whose kernel selects a load balancer for each connection. The host is the router, or the client
     /// if there is no router.
-    pub fn ecmp_host(&self) -> &Namespace {
+    pub fn ecmp_host(&self) -> &NetworkNamespace {
         self.client_router().unwrap_or(self.client())
     }
 
@@ -58,13 +58,13 @@ impl Testbed {
 
     /// Makes the hosts with these IPv4 addresses the next hops for the VIPs.
     pub(crate) fn route_vips_to_hosts(&self, hosts: &[Ipv4Addr]) -> anyhow::Result<()> {
-        let route_command = |vips: &str, family: AddressFamily| {
+        let build_route_command = |vips: &str, family: AddressFamily| {
             let next_hops = hosts.iter().map(|host| format!(" nexthop via {}", family.host_address(*host)));
             format!("route replace {vips}{}\n", next_hops.collect::<String>())
         };
-        let mut route_commands = route_command(IPV4_VIP_PREFIX, AddressFamily::Ipv4);
+        let mut route_commands = build_route_command(IPV4_VIP_PREFIX, AddressFamily::Ipv4);
         if self.options().family == AddressFamily::Ipv6 {
-            route_commands += &route_command(IPV6_VIP_PREFIX, AddressFamily::Ipv6);
+            route_commands += &build_route_command(IPV6_VIP_PREFIX, AddressFamily::Ipv6);
         }
         run_ip_batch(Some(self.ecmp_host()), &route_commands)
     }
@@ -79,7 +79,7 @@ impl Testbed {
         let mut client_commands = String::new();
         for index in 0..self.options().client_address_count {
             client_commands +=
-                &self.address_commands(self.client_ipv4_address(index), SEGMENT_PREFIX_LENGTH, HOST_DEVICE);
+                &self.build_address_commands(self.client_ipv4_address(index), SEGMENT_PREFIX_LENGTH, HOST_DEVICE);
         }
         if self.client_router().is_some() {
             client_commands += &self.route_commands(DEFAULT_ROUTE_PREFIX, ROUTER_ADDRESS_AT_CLIENT);
@@ -90,7 +90,7 @@ impl Testbed {
             .set_sysctls(&[(&format!("ipv4/{multipath_sysctl}"), "1"), (&format!("ipv6/{multipath_sysctl}"), "1")])
     }
 
-    fn create_client_router(&self, router: &Namespace) -> anyhow::Result<()> {
+    fn create_client_router(&self, router: &NetworkNamespace) -> anyhow::Result<()> {
         create_namespaces(&[router])?;
         self.enable_ipv6(self.client())?;
         self.connect_to_switch(router, "router", 1, 1)?;
@@ -104,8 +104,8 @@ impl Testbed {
             ),
         )?;
         run_ip_batch(Some(self.client()), &format!("link set lo up\nlink set {HOST_DEVICE} up\n"))?;
-        let address_commands = self.address_commands(ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE)
-            + &self.address_commands(ROUTER_ADDRESS_AT_CLIENT, ROUTED_CLIENTS_PREFIX.1, CLIENT_SIDE_DEVICE);
+        let address_commands = self.build_address_commands(ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE)
+            + &self.build_address_commands(ROUTER_ADDRESS_AT_CLIENT, ROUTED_CLIENTS_PREFIX.1, CLIENT_SIDE_DEVICE);
         run_ip_batch(
             Some(router),
             &format!("link set {CLIENT_SIDE_DEVICE} mtu {client_link_mtu} up\n{address_commands}"),
@@ -114,7 +114,7 @@ impl Testbed {
     }
 
     /// Returns `ip` commands that add a server's route to the client.
-    pub(crate) fn client_route_commands(&self) -> String {
+    pub(crate) fn build_client_route_commands(&self) -> String {
         if self.options().routes_answers_via_load_balancer {
             return self.route_commands(DEFAULT_ROUTE_PREFIX, load_balancer_address(1));
         }

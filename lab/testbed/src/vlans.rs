@@ -17,7 +17,7 @@ use crate::rss_emulation::{attach_tc_program, skeletons};
 use crate::topology::Testbed;
 
 /// Priority of the tc programs, which makes them run before the emulated NIC's program.
-const TC_PRIORITY: u32 = 1;
+const VLAN_TC_PRIORITY: u32 = 1;
 
 impl Testbed {
     /// Returns the VLAN id of the VIPs, or 0 if untagged.
@@ -40,8 +40,8 @@ impl Testbed {
         let mut open_skeleton = skeletons::access_port::AccessPortSkelBuilder::default().open(&mut storage)?;
         open_skeleton.maps.rodata_data.as_deref_mut().context("access_port.bpf.c has no constants")?.vlan = vlan;
         let loaded_skeleton = open_skeleton.load().context("the kernel does not load access_port.bpf.c")?;
-        attach_tc_program(self.switch(), port, loaded_skeleton.progs.from_host.as_fd(), TC_INGRESS, TC_PRIORITY)?;
-        attach_tc_program(self.switch(), port, loaded_skeleton.progs.to_host.as_fd(), TC_EGRESS, TC_PRIORITY)
+        attach_tc_program(self.switch(), port, loaded_skeleton.progs.from_host.as_fd(), TC_INGRESS, VLAN_TC_PRIORITY)?;
+        attach_tc_program(self.switch(), port, loaded_skeleton.progs.to_host.as_fd(), TC_EGRESS, VLAN_TC_PRIORITY)
     }
 
     /// Makes a load balancer's port a trunk and adds its MAC address to the client's neighbours, if VLANs are enabled.
@@ -52,10 +52,10 @@ impl Testbed {
         let mut storage = MaybeUninit::uninit();
         let open_skeleton = skeletons::access_port::AccessPortSkelBuilder::default().open(&mut storage)?;
         let loaded_skeleton = open_skeleton.load().context("the kernel does not load access_port.bpf.c")?;
-        attach_tc_program(self.switch(), port, loaded_skeleton.progs.from_trunk.as_fd(), TC_INGRESS, TC_PRIORITY)?;
+        attach_tc_program(self.switch(), port, loaded_skeleton.progs.from_trunk.as_fd(), TC_INGRESS, VLAN_TC_PRIORITY)?;
         // veth passes tags outside of the frame, where XDP cannot read them.
         self.set_offloads(self.switch(), port, &["txvlan", "off"])?;
-        let mac = self.load_balancer(number)?.device_mac_address(HOST_DEVICE)?;
+        let mac = self.load_balancer(number)?.read_device_mac_address(HOST_DEVICE)?;
         let lb_address = self.options().family.host_address(load_balancer_address(number));
         run_ip_batch(
             Some(self.client()),

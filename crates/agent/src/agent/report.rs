@@ -7,11 +7,11 @@ use coreward_dataplane::clock::monotonic_ns;
 use coreward_dataplane::server;
 use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
-use coreward_wire::{AgentReport, ReportDetails, ReportedRss, remove_displayed_lists_if_oversized, v1};
+use coreward_wire::{AgentReport, AgentReportDetails, ReportedRss, remove_displayed_lists_if_oversized, v1};
 
 use super::Agent;
 use crate::report_state::SentReportState;
-use crate::steering::Steering;
+use crate::steering::ConnectionSteering;
 use crate::{connections, dispatch};
 
 /// Lifetime of a report, as a number of report intervals.
@@ -22,19 +22,23 @@ const MIN_REPORT_LIFETIME: Duration = Duration::from_millis(500);
 impl Agent {
     /// Returns the next report, without the parts that were already sent according to `report_state`. Returns `None`
     /// while the load of the cores is unknown.
-    pub fn next_report(&mut self, report_state: &SentReportState, extra_warnings: &[String]) -> Option<v1::Report> {
+    pub fn build_next_report(
+        &mut self,
+        report_state: &SentReportState,
+        extra_warnings: &[String],
+    ) -> Option<v1::Report> {
         let measurement_time_ns = self.read_core_busy_times()?;
         self.report_sequence_number += 1;
         // This does not wait for maintenance, because packets for a server are dropped until its MAC address is known.
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
         self.connection_counter.collect_and_start_counts(self.applied_configuration.as_ref());
-        let rss_generation = self.rss_manager.change_count();
+        let rss_generation = self.rss_manager.settings_change_count();
         let changed_rss = (rss_generation != report_state.sent_rss_generation()).then(|| ReportedRss {
-            source: self.rss_manager.settings_source().to_owned(),
+            source: self.rss_manager.settings_source_name().to_owned(),
             rss: self.rss_manager.known_rss().cloned(),
         });
         let counters = self.bpf_programs.counters();
-        let warnings = self.all_warnings(extra_warnings);
+        let warnings = self.own_and_extra_warnings(extra_warnings);
         let needs_details = report_state.needs_details(self.applied_configuration.as_ref(), &warnings);
         let details = needs_details.then(|| self.build_report_details(&counters, warnings));
         let report = AgentReport {
@@ -50,7 +54,7 @@ impl Agent {
             rss: changed_rss,
             rss_matched_syn_count: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
             rss_mismatched_syn_count: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
-            configuration_generation: self.confirmed_generation(),
+            configuration_generation: self.confirmed_config_generation(),
             details,
         };
         Some(remove_displayed_lists_if_oversized(report.into()))
@@ -80,11 +84,15 @@ impl Agent {
         self.load_read_error.is_none().then_some(measurement_time_ns)
     }
 
-    fn build_report_details(&self, counters: &[u64; server::COUNTER_COUNT], warnings: Vec<String>) -> ReportDetails {
-        ReportDetails {
-            counters: [counters_by_name(counters, &self.steering), self.decapsulator.counters()].concat(),
+    fn build_report_details(
+        &self,
+        counters: &[u64; server::COUNTER_COUNT],
+        warnings: Vec<String>,
+    ) -> AgentReportDetails {
+        AgentReportDetails {
+            counters: [counters_by_name(counters, &self.steering), self.decapsulator.named_counters()].concat(),
             warnings,
-            dispatched_services: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
+            dispatched_services: self.dispatcher.as_ref().map(dispatch::dispatched_service_reports).unwrap_or_default(),
             counted_connections: self.connection_counter.newest_counted_connections(),
             rejected_updates: self.rejected_updates.clone(),
         }
@@ -92,7 +100,7 @@ impl Agent {
 
     /// Returns all warnings for `coreward status`. They include `extra_warnings`, which are about the connection to the
     /// controller.
-    pub(super) fn all_warnings(&self, extra_warnings: &[String]) -> Vec<String> {
+    pub(super) fn own_and_extra_warnings(&self, extra_warnings: &[String]) -> Vec<String> {
         let describe_rejected_update = |rejected_update: &v1::RejectedUpdate| {
             format!(
                 "configuration {} cannot be used (service {:?}): {}",
@@ -100,16 +108,19 @@ impl Agent {
             )
         };
         let rejection_warnings: Vec<String> = self.rejected_updates.iter().map(describe_rejected_update).collect();
-        [&self.warnings[..], extra_warnings, &rejection_warnings].concat()
+        [&self.maintenance_warnings[..], extra_warnings, &rejection_warnings].concat()
     }
 }
 
-pub(super) fn counters_by_name(counters: &[u64; server::COUNTER_COUNT], steering: &Steering) -> Vec<(String, u64)> {
+pub(super) fn counters_by_name(
+    counters: &[u64; server::COUNTER_COUNT],
+    steering: &ConnectionSteering,
+) -> Vec<(String, u64)> {
     let server_counters = server::COUNTER_NAMES.into_iter().zip(*counters);
     // Values are sums over all services. If two programs used the same counter name, their values would be added up.
     let mut value_by_name: HashMap<&str, u64> = HashMap::new();
     server_counters
-        .chain(steering.counters())
+        .chain(steering.named_counter_totals())
         .for_each(|(name, value)| *value_by_name.entry(name).or_default() += value);
     value_by_name.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }

@@ -17,7 +17,7 @@ pub fn cpus_of_queues(interface: &str, receive_queue_count: u16) -> Vec<usize> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Interrupt {
+pub struct ReceiveQueueInterrupt {
     /// Interrupt number (IRQ) in /proc/interrupts.
     pub irq_number: u32,
     /// CPU that handles the interrupt, or `None` if /proc does not show it.
@@ -25,19 +25,19 @@ pub struct Interrupt {
 }
 
 /// Returns the interrupt of each receive queue of a device, as far as known. The map is empty for a virtual device.
-pub fn receive_queue_interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
+pub fn receive_queue_interrupts(interface: &str) -> BTreeMap<u16, ReceiveQueueInterrupt> {
     let irq_by_queue = bus_device_name(interface).map_or_else(BTreeMap::new, |device| {
         irqs_by_receive_queue(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
     });
     irq_by_queue
         .into_iter()
-        .map(|(queue, number)| (queue, Interrupt { irq_number: number, cpu: first_affinity_cpu(number) }))
+        .map(|(queue, number)| (queue, ReceiveQueueInterrupt { irq_number: number, cpu: first_affinity_cpu(number) }))
         .collect()
 }
 
 /// Returns the name of a network device on its bus, which is a PCI address or `virtioN`.
 fn bus_device_name(interface: &str) -> Option<String> {
-    let device_path = fs::canonicalize(sysfs::device_directory(interface)?.join("device")).ok()?;
+    let device_path = fs::canonicalize(sysfs::network_device_directory(interface)?.join("device")).ok()?;
     Some(device_path.file_name()?.to_str()?.to_owned())
 }
 
@@ -51,10 +51,12 @@ fn first_affinity_cpu(irq_number: u32) -> Option<usize> {
 /// `eth0-TxRx-3`, `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3` or `eth0-Tx-Rx-3`.
 fn irqs_by_receive_queue(interrupts: &str, interface: &str, bus_device: &str) -> BTreeMap<u16, u32> {
     let belongs_to_interface = |action: &str| {
-        let contains_name = |name: &str| {
+        let action_contains_name = |name: &str| {
             action.split(['-', '@']).any(|name_part| name_part == name || name_part.ends_with(&format!(":{name}")))
         };
-        contains_name(interface) || contains_name(bus_device) || action.ends_with(&format!("pci:{bus_device}"))
+        action_contains_name(interface)
+            || action_contains_name(bus_device)
+            || action.ends_with(&format!("pci:{bus_device}"))
     };
     let mut irq_by_queue = BTreeMap::new();
     for line in interrupts.lines() {

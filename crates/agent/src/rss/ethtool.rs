@@ -31,13 +31,13 @@ const ETH_RXFH_INDIR_DEFAULT: u32 = 0;
 
 /// Length of `struct ethtool_rxfh` without its data, in 32-bit words. Its fields are cmd, rss_context, indir_size,
 /// key_size, (hfunc, input_xfrm, 2 reserved bytes), and reserved.
-const RXFH_WORDS: usize = 6;
+const RXFH_HEADER_WORD_COUNT: usize = 6;
 const RXFH_INDIR_SIZE_INDEX: usize = 2;
 const RXFH_KEY_SIZE_INDEX: usize = 3;
 const RXFH_FUNCTION_INDEX: usize = 4;
 /// Number of 32-bit words reserved for `struct ethtool_rxnfc`. It exceeds the length of the requests here, because the
 /// kernel may copy the whole structure back.
-const RXNFC_WORDS: usize = 64;
+const RXNFC_WORD_COUNT: usize = 64;
 /// Word index of `rule_cnt` in `struct ethtool_rxnfc`. It follows cmd, flow_type, data (8 bytes) and fs (168 bytes).
 const RXNFC_RULE_COUNT_INDEX: usize = (4 + 4 + 8 + 168) / 4;
 
@@ -54,7 +54,7 @@ fn execute_ethtool_request(interface: &str, request: &mut [u32]) -> io::Result<(
 
 /// Returns the 64-bit field `data` of `struct ethtool_rxnfc`, which follows cmd and flow_type.
 fn read_rxnfc_data(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
-    let mut request = [0; RXNFC_WORDS];
+    let mut request = [0; RXNFC_WORD_COUNT];
     request[0] = command;
     request[1] = flow_type;
     execute_ethtool_request(interface, &mut request)?;
@@ -151,7 +151,7 @@ fn read_hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
 /// Returns whether flow rules are enabled (ntuple), and the number of flow rules.
 pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     let is_ntuple_on = ethtool::offload_flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
-    let mut rule_count_request = [0; RXNFC_WORDS];
+    let mut rule_count_request = [0; RXNFC_WORD_COUNT];
     rule_count_request[0] = ETHTOOL_GRXCLSRLCNT;
     let rule_count = execute_ethtool_request(interface, &mut rule_count_request)
         .map_or(0, |()| u64::from(rule_count_request[RXNFC_RULE_COUNT_INDEX]));
@@ -160,18 +160,18 @@ pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
 
 /// Returns the first bytes of the kernel's default RSS key, which applies to NICs whose driver shows no key.
 fn read_netdev_rss_key() -> Result<Vec<u8>, RssError> {
-    let io_error = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
-    let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(io_error)?;
+    let to_io_error = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
+    let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(to_io_error)?;
     let key_bytes: Result<Vec<u8>, _> =
         text.trim().split(':').map(|hex_byte| u8::from_str_radix(hex_byte, 16)).collect();
-    let mut key_bytes = key_bytes.map_err(|error| io_error(io::Error::other(error)))?;
+    let mut key_bytes = key_bytes.map_err(|error| to_io_error(io::Error::other(error)))?;
     key_bytes.truncate(NETDEV_RSS_KEY_BYTES);
     Ok(key_bytes)
 }
 
 /// NIC whose RSS settings the agent reads and sets with ethtool ioctls.
 #[derive(Debug)]
-pub struct EthtoolRss {
+pub struct EthtoolRssDevice {
     interface: String,
 }
 
@@ -181,7 +181,7 @@ struct RxfhReply {
     hash_function: u8,
 }
 
-impl EthtoolRss {
+impl EthtoolRssDevice {
     pub fn new(interface: &str) -> Self {
         Self { interface: interface.to_owned() }
     }
@@ -202,11 +202,11 @@ impl EthtoolRss {
         if entry_count == 0 {
             return Err(RssError::NoIndirectionTable(self.interface.clone()));
         }
-        let mut request = vec![0; RXFH_WORDS + entry_count + key_length.div_ceil(4)];
-        request[..RXFH_WORDS].copy_from_slice(&sizes_request);
+        let mut request = vec![0; RXFH_HEADER_WORD_COUNT + entry_count + key_length.div_ceil(4)];
+        request[..RXFH_HEADER_WORD_COUNT].copy_from_slice(&sizes_request);
         execute_ethtool_request(&self.interface, &mut request).map_err(to_rss_error)?;
         let [hash_function, input_transform, ..] = request[RXFH_FUNCTION_INDEX].to_ne_bytes();
-        let (table, key) = request[RXFH_WORDS..].split_at(entry_count);
+        let (table, key) = request[RXFH_HEADER_WORD_COUNT..].split_at(entry_count);
         let key: Vec<u8> = key.iter().flat_map(|key_word| key_word.to_ne_bytes()).take(key_length).collect();
         let key = (!key.is_empty()).then_some(key);
         Ok(RxfhReply {
@@ -220,8 +220,8 @@ impl EthtoolRss {
     }
 }
 
-impl RssDevice for EthtoolRss {
-    fn settings_source(&self) -> &'static str {
+impl RssDevice for EthtoolRssDevice {
+    fn settings_source_name(&self) -> &'static str {
         "ethtool"
     }
 
@@ -235,7 +235,7 @@ impl RssDevice for EthtoolRss {
         ring_count.or_else(|| receive_queue_count(&self.interface).ok()).unwrap_or(1).max(1)
     }
 
-    fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
+    fn read_unchecked_settings(&self) -> Result<RssSettings, RssError> {
         self.read_rxfh().map(|rxfh_reply| rxfh_reply.settings)
     }
 
@@ -314,11 +314,11 @@ mod tests {
 
     #[test]
     fn error_names_the_device_that_has_no_rss() {
-        let error = EthtoolRss::new("lo").read_config().unwrap_err();
+        let error = EthtoolRssDevice::new("lo").read_config().unwrap_err();
         assert_eq!(error.to_string(), "lo has no RSS indirection table that ethtool shows");
-        let error = EthtoolRss::new("nonexistent0").read_config().unwrap_err();
+        let error = EthtoolRssDevice::new("nonexistent0").read_config().unwrap_err();
         assert!(error.to_string().starts_with("nonexistent0: ETHTOOL_GRSSH: No such device"), "{error}");
-        assert_eq!(EthtoolRss::new("lo").receive_queue_count(), 1);
+        assert_eq!(EthtoolRssDevice::new("lo").receive_queue_count(), 1);
         assert!(receive_queue_count("a-name-that-is-too-long").is_err());
         assert!(driver_name("nonexistent0").is_err() && hashes_ports("lo", FlowType::Udp6).is_none());
         assert_eq!((strips_vlan_tags("lo").ok(), read_private_flag("lo", "flow-director-atr")), (Some(false), None));

@@ -5,28 +5,28 @@ use std::net::SocketAddr;
 
 use coreward_intf as intf;
 use coreward_model::FourTuple;
-use coreward_model::rss::{InputTransform, RssConfig};
+use coreward_model::rss::{RssConfig, RssInputTransform};
 use coreward_model::tuple::address_from_words;
 
-use super::rss_verifier::{RssVerdict, RssVerifier};
+use super::rss_verifier::{RssTableVerdict, RssTableVerifier};
 
 /// Search for the input transform with which RSS predicts the receive queues of the sampled packets correctly.
 #[derive(Debug, Default)]
-pub struct TransformSearch {
-    transform_candidates: Vec<TransformCandidate>,
+pub struct InputTransformSearch {
+    transform_candidates: Vec<InputTransformCandidate>,
     last_sample_number: u32,
 }
 
 /// Input transform that the NIC may use, with the verifier of the receive queues that it predicts.
 #[derive(Debug)]
-struct TransformCandidate {
-    input_transform: InputTransform,
-    verifier: RssVerifier,
-    matched_count: u64,
-    mismatched_count: u64,
+struct InputTransformCandidate {
+    input_transform: RssInputTransform,
+    verifier: RssTableVerifier,
+    matched_sample_count: u64,
+    mismatched_sample_count: u64,
 }
 
-impl TransformSearch {
+impl InputTransformSearch {
     /// Restarts the search after the indirection table has changed. Ignores samples up to `last_sample_number`.
     pub fn restart(&mut self, last_sample_number: u32) {
         *self = Self { transform_candidates: Vec::new(), last_sample_number };
@@ -39,45 +39,52 @@ impl TransformSearch {
     /// Evaluates samples that are newer than [`last_sample_number`](Self::last_sample_number). Returns the only
     /// transform that predicts their receive queues correctly, or `None` if it is not yet known. Does not try the
     /// transform in `rss_config`.
-    pub fn observe_samples(&mut self, rss_config: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+    pub fn observe_samples(
+        &mut self,
+        rss_config: &RssConfig,
+        samples: &[intf::rss_sample],
+    ) -> Option<RssInputTransform> {
         if self.transform_candidates.is_empty() {
-            let other_transforms = InputTransform::ALL
+            let other_transforms = RssInputTransform::ALL
                 .into_iter()
                 .filter(|input_transform| *input_transform != rss_config.key.input_transform());
-            let new_candidate = |input_transform| TransformCandidate {
+            let build_candidate = |input_transform| InputTransformCandidate {
                 input_transform,
-                verifier: RssVerifier::default(),
-                matched_count: 0,
-                mismatched_count: 0,
+                verifier: RssTableVerifier::default(),
+                matched_sample_count: 0,
+                mismatched_sample_count: 0,
             };
-            self.transform_candidates = other_transforms.map(new_candidate).collect();
+            self.transform_candidates = other_transforms.map(build_candidate).collect();
         }
         self.last_sample_number = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last_sample_number);
         let matching_transforms =
             self.transform_candidates.iter_mut().filter_map(|candidate| candidate.observe_samples(rss_config, samples));
-        let explaining_transforms: Vec<InputTransform> = matching_transforms.collect();
+        let explaining_transforms: Vec<RssInputTransform> = matching_transforms.collect();
         // If two transforms predict the queues, it is unknown which one the NIC uses.
         if let [only_transform] = explaining_transforms[..] { Some(only_transform) } else { None }
     }
 }
 
-impl TransformCandidate {
-    fn observe_samples(&mut self, rss_config: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+impl InputTransformCandidate {
+    fn observe_samples(&mut self, rss_config: &RssConfig, samples: &[intf::rss_sample]) -> Option<RssInputTransform> {
         let transformed_key = rss_config.key.with_input_transform(self.input_transform);
         for sample in samples {
             let Some(four_tuple) = sample_four_tuple(sample) else { continue };
             let predicted_queue =
                 rss_config.indirection_table.queue_for_hash(transformed_key.toeplitz_hash(&four_tuple.bytes()));
             let match_count = if predicted_queue == sample.actual_queue {
-                &mut self.matched_count
+                &mut self.matched_sample_count
             } else {
-                &mut self.mismatched_count
+                &mut self.mismatched_sample_count
             };
             *match_count += 1;
         }
-        let rss_verdict =
-            self.verifier.observe_counts(&rss_config.indirection_table, self.matched_count, self.mismatched_count);
-        (rss_verdict == RssVerdict::InForce).then_some(self.input_transform)
+        let rss_verdict = self.verifier.observe_counts(
+            &rss_config.indirection_table,
+            self.matched_sample_count,
+            self.mismatched_sample_count,
+        );
+        (rss_verdict == RssTableVerdict::InForce).then_some(self.input_transform)
     }
 }
 
@@ -107,10 +114,10 @@ mod tests {
 
     /// Returns samples of SYNs from many clients, on the receive queues that a NIC with this input transform selects.
     fn syn_samples(
-        input_transform: Option<InputTransform>,
+        input_transform: Option<RssInputTransform>,
         sample_numbers: std::ops::Range<u32>,
     ) -> Vec<intf::rss_sample> {
-        let new_sample = |sequence: u32| {
+        let build_sample = |sequence: u32| {
             let (client, vip): (IpAddr, IpAddr) = if sequence.is_multiple_of(2) {
                 (Ipv4Addr::from(0x0a01_0000 | sequence).into(), Ipv4Addr::new(10, 200, 0, 1).into())
             } else {
@@ -139,21 +146,21 @@ mod tests {
             sample.actual_queue = input_transform.map_or(sequence as u16 % 4, predict_queue);
             sample
         };
-        sample_numbers.map(new_sample).collect()
+        sample_numbers.map(build_sample).collect()
     }
 
     #[test]
     fn accidental_match_does_not_select_an_input_transform() {
-        for input in [InputTransform::SymmetricXor, InputTransform::SymmetricOrXor] {
-            let mut search = TransformSearch::default();
+        for input in [RssInputTransform::SymmetricXor, RssInputTransform::SymmetricOrXor] {
+            let mut search = InputTransformSearch::default();
             assert_eq!(search.observe_samples(&rss_config(), &syn_samples(Some(input), 1..5)), None, "too few");
             assert_eq!(search.observe_samples(&rss_config(), &syn_samples(Some(input), 5..100)), Some(input));
             assert_eq!(search.last_sample_number(), 99);
         }
-        let mut search = TransformSearch::default();
+        let mut search = InputTransformSearch::default();
         assert_eq!(search.observe_samples(&rss_config(), &syn_samples(None, 1..200)), None);
         assert_eq!(
-            search.observe_samples(&rss_config(), &syn_samples(Some(InputTransform::None), 200..400)),
+            search.observe_samples(&rss_config(), &syn_samples(Some(RssInputTransform::None), 200..400)),
             None,
             "as it is shown"
         );
@@ -162,9 +169,9 @@ mod tests {
     #[test]
     fn input_transform_that_the_nic_has_disabled_is_detected() {
         let symmetric_config =
-            RssConfig { key: rss_config().key.with_input_transform(InputTransform::SymmetricOrXor), ..rss_config() };
-        let mut search = TransformSearch::default();
-        let untransformed_samples = syn_samples(Some(InputTransform::None), 1..100);
-        assert_eq!(search.observe_samples(&symmetric_config, &untransformed_samples), Some(InputTransform::None));
+            RssConfig { key: rss_config().key.with_input_transform(RssInputTransform::SymmetricOrXor), ..rss_config() };
+        let mut search = InputTransformSearch::default();
+        let untransformed_samples = syn_samples(Some(RssInputTransform::None), 1..100);
+        assert_eq!(search.observe_samples(&symmetric_config, &untransformed_samples), Some(RssInputTransform::None));
     }
 }

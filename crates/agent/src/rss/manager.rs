@@ -1,14 +1,14 @@
 //! Reads the NIC's RSS settings and, with `manage_rss`, sets them.
 
 use coreward_model::ServerId;
-use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssInputTransform, RssKey};
 
 use super::{RssDevice, RssError, RssSettings};
 use crate::saved_settings::SettingsStore;
 
 /// RSS settings that the fleet's configuration requires for this server's NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DesiredRss {
+pub struct DesiredRssSettings {
     pub rss_key: RssKey,
     /// Id of this server, which is the seed for its balanced indirection table.
     pub table_seed: ServerId,
@@ -17,12 +17,12 @@ pub struct DesiredRss {
 pub struct RssManager {
     rss_device: Box<dyn RssDevice>,
     /// Settings that the agent sets on the NIC, or `None` if it only reads the NIC's settings.
-    desired_rss: Option<DesiredRss>,
+    desired_rss: Option<DesiredRssSettings>,
     known_rss: Option<RssConfig>,
     /// Input transform that the sampled packets show, if it differs from the transform that the driver reports.
-    observed_transform: Option<InputTransform>,
+    observed_transform: Option<RssInputTransform>,
     receive_queue_count: u16,
-    change_count: u64,
+    settings_change_count: u64,
     rss_problem: Option<String>,
 }
 
@@ -34,18 +34,18 @@ impl RssManager {
             known_rss: None,
             observed_transform: None,
             receive_queue_count: 0,
-            change_count: 0,
+            settings_change_count: 0,
             rss_problem: None,
         };
         manager.read_settings();
         // The generation starts at 1, so that the first report informs the controller even if RSS is unknown.
-        manager.change_count = manager.change_count.max(1);
+        manager.settings_change_count = manager.settings_change_count.max(1);
         manager
     }
 
     /// Saves the NIC's original settings. Sets the desired RSS key and table now, and again whenever the NIC has
     /// different ones.
-    pub fn start_managing_rss(&mut self, desired_rss: DesiredRss, settings_store: &mut SettingsStore) {
+    pub fn start_managing_rss(&mut self, desired_rss: DesiredRssSettings, settings_store: &mut SettingsStore) {
         self.desired_rss = Some(desired_rss);
         self.apply_desired_rss(settings_store);
     }
@@ -53,15 +53,15 @@ impl RssManager {
     /// Reads the NIC's settings, and sets the desired settings again if the NIC has lost them. Returns whether the RSS
     /// key, the table or the number of receive queues has changed.
     pub fn sync_with_nic(&mut self, settings_store: &mut SettingsStore) -> bool {
-        let previous_change_count = self.change_count;
+        let previous_change_count = self.settings_change_count;
         self.read_settings();
         self.apply_desired_rss(settings_store);
-        self.change_count != previous_change_count
+        self.settings_change_count != previous_change_count
     }
 
     /// Records the input transform that the sampled packets show.
-    pub fn set_observed_transform(&mut self, input_transform: InputTransform) {
-        let source = self.rss_device.settings_source();
+    pub fn set_observed_transform(&mut self, input_transform: RssInputTransform) {
+        let source = self.rss_device.settings_source_name();
         tracing::warn!(
             event = "rss-input-differs",
             interface = self.rss_device.interface_name(),
@@ -76,7 +76,7 @@ impl RssManager {
     pub fn restore_original_settings(&mut self, settings_store: &mut SettingsStore) {
         self.desired_rss = None;
         let Some(original_settings) = settings_store.get().rss.clone() else { return };
-        let source = self.rss_device.settings_source();
+        let source = self.rss_device.settings_source_name();
         match self.rss_device.write_settings(&original_settings) {
             Ok(()) => tracing::info!(
                 event = "rss-restored",
@@ -95,7 +95,7 @@ impl RssManager {
                 );
             }
         }
-        if let Err(error) = settings_store.change(|settings| settings.rss = None) {
+        if let Err(error) = settings_store.update_and_save(|settings| settings.rss = None) {
             tracing::warn!(
                 event = "settings-not-cleared",
                 interface = self.rss_device.interface_name(),
@@ -120,7 +120,7 @@ impl RssManager {
             }
         };
         if (&known_rss, receive_queue_count) != (&self.known_rss, self.receive_queue_count) {
-            self.change_count += 1;
+            self.settings_change_count += 1;
             (self.known_rss, self.receive_queue_count) = (known_rss, receive_queue_count);
         }
     }
@@ -128,7 +128,7 @@ impl RssManager {
     fn record_error(&mut self, error: RssError) {
         let rss_problem = format!("RSS is not known: {error}");
         if self.rss_problem.as_ref() != Some(&rss_problem) {
-            let source = self.rss_device.settings_source();
+            let source = self.rss_device.settings_source_name();
             tracing::warn!(
                 event = "rss-unknown",
                 interface = self.rss_device.interface_name(),
@@ -158,15 +158,15 @@ impl RssManager {
 
     fn try_apply_desired_rss(
         &mut self,
-        desired_rss: &DesiredRss,
+        desired_rss: &DesiredRssSettings,
         settings_store: &mut SettingsStore,
     ) -> anyhow::Result<()> {
         let entry_count = self.rss_device.table_entry_count()?;
         let table =
             IndirectionTable::balanced(desired_rss.table_seed.get().into(), entry_count, self.receive_queue_count)?;
-        let current_settings = self.rss_device.unchecked_settings();
+        let current_settings = self.rss_device.read_unchecked_settings();
         let desired_settings = RssSettings {
-            key: Some(desired_rss.rss_key.bytes().to_vec()),
+            key: Some(desired_rss.rss_key.key_bytes().to_vec()),
             indirection_table: table.queue_by_entry().iter().map(|queue| u32::from(*queue)).collect(),
             input_transform: current_settings.as_ref().map_or(0, |current| current.input_transform),
         };
@@ -176,13 +176,13 @@ impl RssManager {
         if let Ok(current) = current_settings
             && settings_store.get().rss.is_none()
         {
-            settings_store.change(|settings| settings.rss = Some(current))?;
+            settings_store.update_and_save(|settings| settings.rss = Some(current))?;
         }
         self.rss_device.write_settings(&desired_settings)?;
         tracing::info!(
             event = "rss-set",
             interface = self.rss_device.interface_name(),
-            source = self.rss_device.settings_source(),
+            source = self.rss_device.settings_source_name(),
             entries = entry_count,
             receive_queues = self.receive_queue_count,
             "the agent has set the fleet's RSS key and a balanced indirection table"
@@ -191,8 +191,8 @@ impl RssManager {
         Ok(())
     }
 
-    pub fn settings_source(&self) -> &'static str {
-        self.rss_device.settings_source()
+    pub fn settings_source_name(&self) -> &'static str {
+        self.rss_device.settings_source_name()
     }
 
     /// Returns the NIC's RSS key, input transform and indirection table, or `None` if they are unknown.
@@ -206,8 +206,8 @@ impl RssManager {
     }
 
     /// Returns the number of changes of the settings so far, at least 1.
-    pub fn change_count(&self) -> u64 {
-        self.change_count
+    pub fn settings_change_count(&self) -> u64 {
+        self.settings_change_count
     }
 
     /// Returns the reason why the RSS settings cannot be read or set, for `coreward status`, or `None` if they can.
@@ -237,7 +237,7 @@ fn find_queue_range_problem(table: &IndirectionTable, receive_queue_count: u16) 
 
 #[cfg(test)]
 mod tests {
-    use coreward_testbed::{missing_testbed_rights, skip_if};
+    use coreward_testbed::{find_missing_testbed_rights, skip_if};
 
     use super::*;
 
@@ -248,7 +248,7 @@ mod tests {
     }
 
     impl RssDevice for std::sync::Arc<std::sync::Mutex<FakeNic>> {
-        fn settings_source(&self) -> &'static str {
+        fn settings_source_name(&self) -> &'static str {
             "test"
         }
         fn interface_name(&self) -> &str {
@@ -257,7 +257,7 @@ mod tests {
         fn receive_queue_count(&self) -> u16 {
             self.lock().unwrap().receive_queue_count
         }
-        fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
+        fn read_unchecked_settings(&self) -> Result<RssSettings, RssError> {
             Ok(self.lock().unwrap().settings.clone())
         }
         fn read_config(&self) -> Result<RssConfig, RssError> {
@@ -274,7 +274,7 @@ mod tests {
         }
     }
 
-    fn fake_nic(entry_count: u32, accepts_key: bool) -> std::sync::Arc<std::sync::Mutex<FakeNic>> {
+    fn new_fake_nic(entry_count: u32, accepts_key: bool) -> std::sync::Arc<std::sync::Mutex<FakeNic>> {
         let settings = RssSettings {
             key: accepts_key.then(|| vec![1; 40]),
             indirection_table: (0..entry_count).map(|entry| entry % 4).collect(),
@@ -283,14 +283,14 @@ mod tests {
         std::sync::Arc::new(std::sync::Mutex::new(FakeNic { settings, receive_queue_count: 4, accepts_key }))
     }
 
-    fn desired_rss() -> DesiredRss {
-        DesiredRss { rss_key: RssKey::microsoft_verification_key(), table_seed: 7.try_into().unwrap() }
+    fn desired_rss() -> DesiredRssSettings {
+        DesiredRssSettings { rss_key: RssKey::microsoft_verification_key(), table_seed: 7.try_into().unwrap() }
     }
 
     #[test]
     fn rss_with_unusable_table_length_is_unknown() {
-        let manager = RssManager::new(Box::new(fake_nic(100, true)));
-        assert_eq!((manager.known_rss(), manager.change_count()), (None, 1));
+        let manager = RssManager::new(Box::new(new_fake_nic(100, true)));
+        assert_eq!((manager.known_rss(), manager.settings_change_count()), (None, 1));
         assert_eq!(
             manager.rss_problem(),
             Some("RSS is not known: nic0: an indirection table of 100 entries: expected a power of two from 1 to 2048")
@@ -299,27 +299,30 @@ mod tests {
 
     #[test]
     fn rss_changes_by_other_programs_are_detected() {
-        let device = fake_nic(128, false);
+        let device = new_fake_nic(128, false);
         let mut manager = RssManager::new(Box::new(device.clone()));
-        assert_eq!(manager.known_rss().unwrap().key.bytes(), [9; 40]);
+        assert_eq!(manager.known_rss().unwrap().key.key_bytes(), [9; 40]);
         device.lock().unwrap().settings.indirection_table[0] = 3;
         manager.read_settings();
-        assert_eq!((manager.change_count(), manager.known_rss().unwrap().indirection_table.queue_for_hash(0)), (2, 3));
+        assert_eq!(
+            (manager.settings_change_count(), manager.known_rss().unwrap().indirection_table.queue_for_hash(0)),
+            (2, 3)
+        );
         device.lock().unwrap().receive_queue_count = 3;
         manager.read_settings();
         assert_eq!(
-            (manager.change_count(), manager.rss_problem()),
+            (manager.settings_change_count(), manager.rss_problem()),
             (3, Some("the RSS table names receive queue 3, but there are 3 queues"))
         );
     }
 
     #[test]
     fn managed_rss_is_set_reapplied_and_finally_restored() {
-        skip_if!(missing_testbed_rights());
+        skip_if!(find_missing_testbed_rights());
         let pin_directory =
             std::path::PathBuf::from(format!("/sys/fs/bpf/coreward-test-{}-remembered", std::process::id()));
         for accepts_key in [true, false] {
-            let device = fake_nic(64, accepts_key);
+            let device = new_fake_nic(64, accepts_key);
             let original_settings = device.lock().unwrap().settings.clone();
             let mut settings_store = SettingsStore::open(&pin_directory).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
@@ -327,7 +330,10 @@ mod tests {
             let balanced_table = IndirectionTable::balanced(7, 64, 4).unwrap();
             assert_eq!(manager.known_rss().unwrap().indirection_table, balanced_table);
             assert_eq!(
-                (manager.known_rss().unwrap().key == RssKey::microsoft_verification_key(), manager.change_count()),
+                (
+                    manager.known_rss().unwrap().key == RssKey::microsoft_verification_key(),
+                    manager.settings_change_count()
+                ),
                 (accepts_key, 2)
             );
             // Another program sets another table. Later the number of queues changes.

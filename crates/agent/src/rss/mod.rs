@@ -13,7 +13,7 @@ pub mod rss_verifier;
 pub mod testbed;
 
 use coreward_model::rss::{
-    IndirectionTable, IndirectionTableError, InputTransform, RssConfig, RssKey, RssKeyLengthError,
+    IndirectionTable, IndirectionTableError, RssConfig, RssInputTransform, RssKey, RssKeyLengthError,
 };
 use serde::{Deserialize, Serialize};
 
@@ -61,18 +61,19 @@ impl RssSettings {
             .map_err(|source| RssError::InvalidKey { interface: interface.to_owned(), source })?;
         let indirection_table = IndirectionTable::new(&self.indirection_table)
             .map_err(|source| RssError::InvalidTable { interface: interface.to_owned(), source })?;
-        let input_transform =
-            InputTransform::try_from(u32::from(self.input_transform)).map_err(|error| RssError::UnsupportedHash {
+        let input_transform = RssInputTransform::try_from(u32::from(self.input_transform)).map_err(|error| {
+            RssError::UnsupportedHash {
                 interface: interface.to_owned(),
                 found: format!("{error} (`ethtool -x {interface}`)"),
-            })?;
+            }
+        })?;
         Ok(RssConfig { key: rss_key.with_input_transform(input_transform), indirection_table })
     }
 }
 
 pub trait RssDevice: Send {
     /// Returns the name of the source of the settings in reports: "ethtool" or "testbed emulation".
-    fn settings_source(&self) -> &'static str;
+    fn settings_source_name(&self) -> &'static str;
 
     /// Returns the name of the NIC's network interface.
     fn interface_name(&self) -> &str;
@@ -81,7 +82,7 @@ pub trait RssDevice: Send {
     fn receive_queue_count(&self) -> u16;
 
     /// Returns the NIC's settings without checks. Fails if the driver does not report them.
-    fn unchecked_settings(&self) -> Result<RssSettings, RssError>;
+    fn read_unchecked_settings(&self) -> Result<RssSettings, RssError>;
 
     /// Returns the checked RSS configuration with which the NIC distributes TCP packets. Fails if it is unknown.
     fn read_config(&self) -> Result<RssConfig, RssError>;

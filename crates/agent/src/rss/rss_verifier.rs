@@ -15,7 +15,7 @@ const EXPECTED_MISMATCH_FRACTION: f64 = 0.02;
 /// Verdict on whether the NIC uses the indirection table that its driver reports.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum RssVerdict {
+pub enum RssTableVerdict {
     /// Too few SYNs have arrived, or the table has only one queue.
     #[default]
     Undecided,
@@ -24,25 +24,25 @@ pub enum RssVerdict {
     NotInForce,
 }
 
-impl std::fmt::Display for RssVerdict {
+impl std::fmt::Display for RssTableVerdict {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
-            RssVerdict::Undecided => "undecided",
-            RssVerdict::InForce => "in force",
-            RssVerdict::NotInForce => "shown, not in force",
+            RssTableVerdict::Undecided => "undecided",
+            RssTableVerdict::InForce => "in force",
+            RssTableVerdict::NotInForce => "shown, not in force",
         })
     }
 }
 
 #[derive(Debug, Clone, Default)]
-pub struct RssVerifier {
-    verdict: RssVerdict,
+pub struct RssTableVerifier {
+    verdict: RssTableVerdict,
     /// Natural logarithm of the likelihood ratio between "the NIC does not use the table" and "the NIC uses the table".
     log_odds: f64,
     last_matched_and_mismatched_counts: Option<(u64, u64)>,
 }
 
-impl RssVerifier {
+impl RssTableVerifier {
     /// Evaluates the total numbers of SYNs that arrived on the predicted queue and on other queues. Returns the
     /// verdict.
     pub fn observe_counts(
@@ -50,7 +50,7 @@ impl RssVerifier {
         table: &IndirectionTable,
         matched_count: u64,
         mismatched_count: u64,
-    ) -> RssVerdict {
+    ) -> RssTableVerdict {
         let (previous_matched_count, previous_mismatched_count) =
             self.last_matched_and_mismatched_counts.replace((matched_count, mismatched_count)).unwrap_or_default();
         let chance_probability = chance_match_probability(table);
@@ -62,7 +62,7 @@ impl RssVerifier {
         self.log_odds += new_mismatches * ((1.0 - chance_probability) / EXPECTED_MISMATCH_FRACTION).ln()
             + new_matches * (chance_probability / (1.0 - EXPECTED_MISMATCH_FRACTION)).ln();
         if self.log_odds.abs() >= DECISION_LOG_ODDS {
-            self.verdict = if self.log_odds > 0.0 { RssVerdict::NotInForce } else { RssVerdict::InForce };
+            self.verdict = if self.log_odds > 0.0 { RssTableVerdict::NotInForce } else { RssTableVerdict::InForce };
             self.log_odds = 0.0;
         }
         self.verdict
@@ -73,7 +73,7 @@ impl RssVerifier {
         *self = Self { last_matched_and_mismatched_counts: Some((matched_count, mismatched_count)), ..Self::default() };
     }
 
-    pub fn verdict(&self) -> RssVerdict {
+    pub fn verdict(&self) -> RssTableVerdict {
         self.verdict
     }
 }
@@ -97,30 +97,30 @@ mod tests {
 
     #[test]
     fn verdict_requires_a_few_dozen_syns() {
-        let mut verifier = RssVerifier::default();
-        assert_eq!(verifier.observe_counts(&four_queue_table(), 9, 0), RssVerdict::Undecided);
-        assert_eq!(verifier.observe_counts(&four_queue_table(), 20, 0), RssVerdict::InForce);
+        let mut verifier = RssTableVerifier::default();
+        assert_eq!(verifier.observe_counts(&four_queue_table(), 9, 0), RssTableVerdict::Undecided);
+        assert_eq!(verifier.observe_counts(&four_queue_table(), 20, 0), RssTableVerdict::InForce);
         // On kernel 6.1 with virtio, 20 of 64 SYNs matched, which is about what chance gives for four queues.
-        let mut verifier = RssVerifier::default();
-        assert_eq!(verifier.observe_counts(&four_queue_table(), 20, 44), RssVerdict::NotInForce);
+        let mut verifier = RssTableVerifier::default();
+        assert_eq!(verifier.observe_counts(&four_queue_table(), 20, 44), RssTableVerdict::NotInForce);
         // A few stray SYNs do not change the verdict.
-        let mut verifier = RssVerifier::default();
-        assert_eq!(verifier.observe_counts(&four_queue_table(), 1000, 10), RssVerdict::InForce);
+        let mut verifier = RssTableVerifier::default();
+        assert_eq!(verifier.observe_counts(&four_queue_table(), 1000, 10), RssTableVerdict::InForce);
     }
 
     #[test]
     fn table_change_is_detected_even_after_many_matches() {
-        let mut verifier = RssVerifier::default();
+        let mut verifier = RssTableVerifier::default();
         verifier.observe_counts(&four_queue_table(), 1_000_000, 0);
-        assert_eq!(verifier.observe_counts(&four_queue_table(), 1_000_008, 24), RssVerdict::NotInForce);
+        assert_eq!(verifier.observe_counts(&four_queue_table(), 1_000_008, 24), RssTableVerdict::NotInForce);
         verifier.restart(1_000_008, 24);
-        assert_eq!(verifier.verdict(), RssVerdict::Undecided);
-        assert_eq!(verifier.observe_counts(&four_queue_table(), 1_000_030, 24), RssVerdict::InForce);
+        assert_eq!(verifier.verdict(), RssTableVerdict::Undecided);
+        assert_eq!(verifier.observe_counts(&four_queue_table(), 1_000_030, 24), RssTableVerdict::InForce);
     }
 
     #[test]
     fn verdict_is_undecided_with_a_single_queue() {
         let table = IndirectionTable::balanced(1, 128, 1).unwrap();
-        assert_eq!(RssVerifier::default().observe_counts(&table, 100, 0), RssVerdict::Undecided);
+        assert_eq!(RssTableVerifier::default().observe_counts(&table, 100, 0), RssTableVerdict::Undecided);
     }
 }

@@ -4,20 +4,20 @@ use std::path::PathBuf;
 
 use coreward_dataplane::ethtool::receive_queue_count;
 use coreward_intf as intf;
-use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssInputTransform, RssKey};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::{RssDevice, RssError, RssSettings};
 
 #[derive(Debug)]
-pub struct TestbedRss {
+pub struct TestbedRssDevice {
     register_map_pin: PathBuf,
     interface: String,
     table_entry_count: usize,
 }
 
-impl TestbedRss {
+impl TestbedRssDevice {
     /// Returns the emulated NIC `interface`. Its registers are in the map pinned at `register_map_pin`, and its
     /// indirection table has `table_entry_count` entries.
     pub fn new(register_map_pin: PathBuf, interface: &str, table_entry_count: usize) -> Self {
@@ -39,8 +39,8 @@ impl TestbedRss {
     }
 }
 
-impl RssDevice for TestbedRss {
-    fn settings_source(&self) -> &'static str {
+impl RssDevice for TestbedRssDevice {
+    fn settings_source_name(&self) -> &'static str {
         "testbed emulation"
     }
 
@@ -52,12 +52,12 @@ impl RssDevice for TestbedRss {
         receive_queue_count(&self.interface).unwrap_or(1)
     }
 
-    fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
+    fn read_unchecked_settings(&self) -> Result<RssSettings, RssError> {
         let rss_config = self.read_config()?;
         let table_queues = rss_config.indirection_table.queue_by_entry().iter().map(|queue| u32::from(*queue));
         // The transform is left out, because the drivers of real NICs did not report it before 2025 either.
         Ok(RssSettings {
-            key: Some(rss_config.key.bytes().to_vec()),
+            key: Some(rss_config.key.key_bytes().to_vec()),
             indirection_table: table_queues.collect(),
             input_transform: 0,
         })
@@ -66,7 +66,7 @@ impl RssDevice for TestbedRss {
     fn read_config(&self) -> Result<RssConfig, RssError> {
         let rss_config = RssConfig::from_emulated_registers(&*self.read_registers()?);
         let rss_config = rss_config.map_err(|error| self.io_error(std::io::Error::other(error)))?;
-        Ok(RssConfig { key: rss_config.key.with_input_transform(InputTransform::None), ..rss_config })
+        Ok(RssConfig { key: rss_config.key.with_input_transform(RssInputTransform::None), ..rss_config })
     }
 
     fn table_entry_count(&self) -> Result<usize, RssError> {

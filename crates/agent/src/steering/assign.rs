@@ -2,19 +2,19 @@
 
 use coreward_dataplane::listeners::ServiceSocket;
 
-use crate::config::Steer;
+use crate::config::SteeringMode;
 
 /// Returns the index in `listeners` of the listener of each queue, or `None` for a queue whose workers the kernel
 /// selects. `cpu_of_queue` contains the CPU that serves each queue.
 pub fn assign_listeners_to_queues(
-    steering_mode: Steer,
+    steering_mode: SteeringMode,
     listeners: &[ServiceSocket],
     cpu_of_queue: &[usize],
 ) -> Vec<Option<usize>> {
     match steering_mode {
-        Steer::Off => vec![None; cpu_of_queue.len()],
-        Steer::Order => assign_by_order(listeners, cpu_of_queue.len()),
-        Steer::Affinity => cpu_of_queue.iter().map(|cpu| find_worker_pinned_to(listeners, *cpu)).collect(),
+        SteeringMode::Off => vec![None; cpu_of_queue.len()],
+        SteeringMode::Order => assign_by_order(listeners, cpu_of_queue.len()),
+        SteeringMode::Affinity => cpu_of_queue.iter().map(|cpu| find_worker_pinned_to(listeners, *cpu)).collect(),
     }
 }
 
@@ -23,7 +23,7 @@ pub fn assign_listeners_to_queues(
 /// descriptors of separate processes, the lower pid comes first.
 fn assign_by_order(listeners: &[ServiceSocket], queue_count: usize) -> Vec<Option<usize>> {
     let mut listener_indices: Vec<usize> = (0..listeners.len()).collect();
-    listener_indices.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
+    listener_indices.sort_by_key(|position| (listeners[*position].descriptor_number, listeners[*position].pid));
     (0..queue_count).map(|queue| listener_indices.get(queue % listener_indices.len().max(1)).copied()).collect()
 }
 
@@ -48,26 +48,39 @@ pub const MAX_PINNED_CPUS: usize = 2;
 mod tests {
     use super::*;
 
-    fn listener(pid: i32, descriptor: i32, cpus: &[usize]) -> ServiceSocket {
-        ServiceSocket { inode: pid as u64, descriptor, pid, cpu_affinity: cpus.iter().copied().collect() }
+    fn build_listener(pid: i32, descriptor: i32, cpus: &[usize]) -> ServiceSocket {
+        ServiceSocket {
+            inode: pid as u64,
+            descriptor_number: descriptor,
+            pid,
+            cpu_affinity: cpus.iter().copied().collect(),
+        }
     }
 
     #[test]
     fn workers_are_assigned_by_descriptor_after_a_respawn() {
-        let listeners = [listener(30, 6, &[0, 1]), listener(77, 7, &[0, 1]), listener(32, 8, &[0, 1])];
-        assert_eq!(assign_listeners_to_queues(Steer::Order, &listeners, &[0, 1, 2]), [Some(0), Some(1), Some(2)]);
+        let listeners =
+            [build_listener(30, 6, &[0, 1]), build_listener(77, 7, &[0, 1]), build_listener(32, 8, &[0, 1])];
+        assert_eq!(
+            assign_listeners_to_queues(SteeringMode::Order, &listeners, &[0, 1, 2]),
+            [Some(0), Some(1), Some(2)]
+        );
         // With few workers, each serves several queues. Without workers, the kernel chooses.
         assert_eq!(
-            assign_listeners_to_queues(Steer::Order, &listeners[..2], &[0; 4]),
+            assign_listeners_to_queues(SteeringMode::Order, &listeners[..2], &[0; 4]),
             [Some(0), Some(1), Some(0), Some(1)]
         );
-        assert_eq!(assign_listeners_to_queues(Steer::Order, &[], &[0; 2]), [None, None]);
+        assert_eq!(assign_listeners_to_queues(SteeringMode::Order, &[], &[0; 2]), [None, None]);
     }
 
     #[test]
     fn affinity_prefers_the_worker_with_the_fewest_cpus() {
-        let listeners = [listener(1, 6, &[0, 1]), listener(2, 7, &[1]), listener(3, 8, &[0, 1, 2, 3])];
-        assert_eq!(assign_listeners_to_queues(Steer::Affinity, &listeners, &[0, 1, 2]), [Some(0), Some(1), None]);
-        assert_eq!(assign_listeners_to_queues(Steer::Off, &listeners, &[0, 1]), [None, None]);
+        let listeners =
+            [build_listener(1, 6, &[0, 1]), build_listener(2, 7, &[1]), build_listener(3, 8, &[0, 1, 2, 3])];
+        assert_eq!(
+            assign_listeners_to_queues(SteeringMode::Affinity, &listeners, &[0, 1, 2]),
+            [Some(0), Some(1), None]
+        );
+        assert_eq!(assign_listeners_to_queues(SteeringMode::Off, &listeners, &[0, 1]), [None, None]);
     }
 }

@@ -1,10 +1,10 @@
 //! Steers the connections that RSS sends to core k to the worker of core k.
 //!
-//! The server application is unmodified and may already run. Once a second [`Steering::update`] compares its listening
-//! sockets with the steered ones. A difference means that the application started, was reloaded with another number of
-//! workers, or respawned a worker. Then the epoll sets of all processes are searched
-//! ([`coreward_dataplane::listeners`]), new sockets are stored in the BPF array, and queues are assigned to them
-//! ([`assign`]).
+//! The server application is unmodified and may already run. Once a second
+//! [`ConnectionSteering::update_and_list_warnings`] compares its listening sockets with the steered ones. A difference
+//! means that the application started, was reloaded with another number of workers, or respawned a worker. Then the
+//! epoll sets of all processes are searched ([`coreward_dataplane::listeners`]), new sockets are stored in the BPF
+//! array, and queues are assigned to them ([`assign`]).
 
 pub mod assign;
 
@@ -24,7 +24,7 @@ use coreward_dataplane::steer::{self, SteerCounters, SteerProgram as Program};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 
-use crate::config::Steer;
+use crate::config::SteeringMode;
 
 /// Maximum interval between two searches of the epoll sets, because workers may be pinned to other CPUs meanwhile.
 const MAX_EPOLL_SEARCH_INTERVAL: Duration = Duration::from_secs(30);
@@ -32,8 +32,8 @@ const MAX_EPOLL_SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 /// Steering of the connections of all services on this server to workers. It remains active after this value is
 /// dropped.
 #[derive(Debug)]
-pub struct Steering {
-    steering_mode: Steer,
+pub struct ConnectionSteering {
+    steering_mode: SteeringMode,
     pin_directory: PathBuf,
     services: BTreeMap<SocketAddr, SteeredService>,
     /// Counters of all services that are or were steered. Former services are included, so that no total decreases.
@@ -46,7 +46,7 @@ struct SteeredService {
     /// Result of the last complete search: the sockets, their workers, the queues' CPUs and the time.
     steered_sockets: Option<SteeredSockets>,
     /// State of the repeated searches, while these find sockets without a worker.
-    incomplete_search: Option<IncompleteSearch>,
+    incomplete_search: Option<IncompleteWorkerSearch>,
 }
 
 /// Series of searches of /proc that did not find the worker of every socket.
@@ -54,14 +54,14 @@ struct SteeredService {
 /// frequent after a reload, but rare if workers do not wait with epoll. This matters because each search reads the
 /// descriptors of every process on the machine.
 #[derive(Debug)]
-struct IncompleteSearch {
+struct IncompleteWorkerSearch {
     socket_inodes: BTreeSet<SocketInode>,
     cpu_of_queue: Vec<usize>,
     first_search_time: Instant,
     last_search_time: Instant,
 }
 
-impl IncompleteSearch {
+impl IncompleteWorkerSearch {
     fn is_retry_due(&self, now: Instant) -> bool {
         now.duration_since(self.last_search_time)
             >= (self.last_search_time.duration_since(self.first_search_time) / 4).min(MAX_EPOLL_SEARCH_INTERVAL)
@@ -76,8 +76,8 @@ struct SteeredSockets {
     search_time: Instant,
 }
 
-impl Steering {
-    pub fn new(steering_mode: Steer, pin_directory: &Path) -> Self {
+impl ConnectionSteering {
+    pub fn new(steering_mode: SteeringMode, pin_directory: &Path) -> Self {
         // Counters with another layout version are skipped here, because `set_services` fails for them later.
         let read_pinned_counters =
             |address| Some((address, SteerCounters::open_pinned(pin_directory, &pin_name(address)).ok()?));
@@ -88,7 +88,7 @@ impl Steering {
     /// Sets the services whose connections are steered. `rss_map` is the map with the RSS configuration of the server's
     /// BPF programs. Fails if the kernel rejects a program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let service_addresses: BTreeSet<SocketAddr> = if self.steering_mode == Steer::Off {
+        let service_addresses: BTreeSet<SocketAddr> = if self.steering_mode == SteeringMode::Off {
             BTreeSet::new()
         } else {
             services.iter().map(|service| service.vip_and_port).collect()
@@ -107,7 +107,7 @@ impl Steering {
 
     /// Updates the steered sockets and their assignment to queues. Called about once per second. `cpu_of_queue`
     /// contains the CPU that serves each receive queue. Returns warnings for the operator.
-    pub fn update(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
+    pub fn update_and_list_warnings(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.services.is_empty() {
             return warnings;
@@ -117,7 +117,7 @@ impl Steering {
             Err(error) => return vec![format!("connections are not steered: {error:#}")],
         };
         for (address, service) in &mut self.services {
-            let socket_inodes = listeners::sockets_reached_by(*address, &listening_sockets);
+            let socket_inodes = listeners::find_reached_socket_inodes(*address, &listening_sockets);
             match service.update_sockets(self.steering_mode, socket_inodes, cpu_of_queue) {
                 Ok(warning) => warnings.extend(warning.map(|warning| format!("{address}: {warning}"))),
                 Err(error) => warnings.push(format!("connections to {address} are not steered: {error:#}")),
@@ -126,7 +126,7 @@ impl Steering {
         warnings
     }
 
-    pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+    pub fn named_counter_totals(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
         let sum_over_services = |counter_index: usize| {
             self.counters_by_service.values().map(|counts| counts.counter_values()[counter_index]).sum()
         };
@@ -165,7 +165,7 @@ impl SteeredService {
     /// Finds the service's sockets and steers to them. Returns a warning if some queue still has no worker.
     fn update_sockets(
         &mut self,
-        steering_mode: Steer,
+        steering_mode: SteeringMode,
         socket_inodes: BTreeSet<SocketInode>,
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<Option<String>> {
@@ -197,7 +197,7 @@ impl SteeredService {
     /// Searches /proc for the workers of the sockets, and steers to the workers found. Records if a worker is missing.
     fn find_and_steer_listeners(
         &mut self,
-        steering_mode: Steer,
+        steering_mode: SteeringMode,
         socket_inodes: BTreeSet<SocketInode>,
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<()> {
@@ -214,7 +214,7 @@ impl SteeredService {
             let first_search_time =
                 self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_search_time);
             self.incomplete_search =
-                Some(IncompleteSearch { socket_inodes, cpu_of_queue, first_search_time, last_search_time: now });
+                Some(IncompleteWorkerSearch { socket_inodes, cpu_of_queue, first_search_time, last_search_time: now });
         }
         Ok(())
     }
@@ -223,7 +223,7 @@ impl SteeredService {
     /// searches.
     fn is_search_due(&mut self, socket_inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
         let is_same_search =
-            |old: &mut IncompleteSearch| old.socket_inodes == *socket_inodes && old.cpu_of_queue == cpu_of_queue;
+            |old: &mut IncompleteWorkerSearch| old.socket_inodes == *socket_inodes && old.cpu_of_queue == cpu_of_queue;
         if self.incomplete_search.take_if(|incomplete| !is_same_search(incomplete)).is_some() {
             return true;
         }
@@ -242,7 +242,7 @@ impl SteeredService {
 
     fn steer_listeners(
         &self,
-        steering_mode: Steer,
+        steering_mode: SteeringMode,
         waiting_listeners: &[ServiceSocket],
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<()> {
@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn search_interval_grows_while_sockets_have_no_worker() {
         let (first_searched_at, mut search_seconds) = (Instant::now(), Vec::new());
-        let mut incomplete_search = IncompleteSearch {
+        let mut incomplete_search = IncompleteWorkerSearch {
             socket_inodes: BTreeSet::new(),
             cpu_of_queue: vec![],
             first_search_time: first_searched_at,

@@ -3,13 +3,13 @@
 use std::process::Command;
 
 use coreward_agent::agent::Agent;
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::{find_missing_testbed_rights, skip_if};
 
-use crate::support::{agent_config, agent_configuration, create_testbed, http_get, reported_counter, wait_until};
+use crate::support::{agent_config, create_testbed, http_get, reported_counter, test_agent_configuration, wait_until};
 
-const PACKET_COUNTERS: [&str; 4] = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"];
+const PACKET_COUNTER_NAMES: [&str; 4] = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"];
 
-/// Asserts that the values of [`PACKET_COUNTERS`] before and after match eight stamped connections.
+/// Asserts that the values of [`PACKET_COUNTER_NAMES`] before and after match eight stamped connections.
 fn expect_eight_stamped_connections(counters_before: [u64; 4], counters_after: [u64; 4]) {
     // A repeated SYN adds one more handshake.
     assert!(
@@ -26,12 +26,12 @@ fn expect_eight_stamped_connections(counters_before: [u64; 4], counters_after: [
 
 #[test]
 fn container_connections_are_stamped_only_without_timestamp_offsets() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tcontainer")?;
     testbed.server(1)?.run_within(|| {
         let container = testbed.start_container(1)?;
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.apply_configuration(agent_configuration(), &[]);
+        agent.apply_configuration(test_agent_configuration(), &[]);
         let mut port = 20_000;
         let mut request_container = || {
             port += 1;
@@ -46,20 +46,21 @@ fn container_connections_are_stamped_only_without_timestamp_offsets() -> anyhow:
         }
         assert_eq!(reported_counter(&mut agent, "stamped"), initial_stamped_count, "a random offset is no clock");
         agent.run_maintenance();
-        let warns_of_other_namespace =
-            |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("another network namespace"));
-        assert!(warns_of_other_namespace(&agent), "{:?}", agent.warnings());
+        let warns_of_other_namespace = |agent: &Agent| {
+            agent.maintenance_warnings().iter().any(|warning| warning.contains("another network namespace"))
+        };
+        assert!(warns_of_other_namespace(&agent), "{:?}", agent.maintenance_warnings());
 
         container.set_sysctl(&testbed, "net.ipv4.tcp_timestamps", 2)?;
-        let counters_before = PACKET_COUNTERS.map(|name| reported_counter(&mut agent, name));
+        let counters_before = PACKET_COUNTER_NAMES.map(|name| reported_counter(&mut agent, name));
         for _ in 0..8 {
             assert_eq!(request_container()?, "contained");
         }
         expect_eight_stamped_connections(
             counters_before,
-            PACKET_COUNTERS.map(|name| reported_counter(&mut agent, name)),
+            PACKET_COUNTER_NAMES.map(|name| reported_counter(&mut agent, name)),
         );
-        agent.detach()?;
+        agent.detach_programs()?;
         drop(container);
         Ok(())
     })
@@ -67,12 +68,12 @@ fn container_connections_are_stamped_only_without_timestamp_offsets() -> anyhow:
 
 #[test]
 fn syn_cookie_handshakes_cause_no_network_namespace_warning() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tsyncookie")?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.apply_configuration(agent_configuration(), &[]);
+        agent.apply_configuration(test_agent_configuration(), &[]);
         let mut enable_syn_cookies = Command::new("sysctl");
         enable_syn_cookies.args(["-q", "-w", "net.ipv4.tcp_syncookies=2"]);
         testbed.run_command(testbed.server(1)?, enable_syn_cookies)?;
@@ -83,6 +84,6 @@ fn syn_cookie_handshakes_cause_no_network_namespace_warning() -> anyhow::Result<
         }
         assert!(reported_counter(&mut agent, "stamped") - initial_stamped_count >= 2 * 8);
         assert_eq!(reported_counter(&mut agent, "egress_forwarded"), 0);
-        agent.detach()
+        agent.detach_programs()
     })
 }

@@ -15,7 +15,7 @@ use coreward_rpc::v1::control_server::{Control, ControlServer};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::nginx::WORKER_IDENTITY_PATH;
 use coreward_testbed::rss_emulation::{read_registers, write_registers};
-use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, find_missing_testbed_rights, skip_if};
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::{AgentConfiguration, AgentReport, PreviousServer, SocketAnswer, SocketQuery, v1};
 use tokio::sync::mpsc;
@@ -24,8 +24,8 @@ use tonic::codegen::BoxStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::support::{
-    CORE_COUNT, agent_config, agent_configuration, busy_time_file, create_testbed, http_get, reported_counter,
-    server_id, wait_until,
+    CORE_COUNT, agent_config, busy_time_path, create_testbed, http_get, reported_counter, test_agent_configuration,
+    test_server_id, wait_until,
 };
 
 type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
@@ -50,7 +50,7 @@ impl Control for FakeController {
         }
         let (sender, receiver) = mpsc::channel(1);
         let (received_messages, mut message_stream) = (self.received_messages.clone(), request.into_inner());
-        let update = Some(v1::agent_update::Update::Configuration((&agent_configuration()).into()));
+        let update = Some(v1::agent_update::Update::Configuration((&test_agent_configuration()).into()));
         sender.try_send(Ok(v1::AgentUpdate { update })).expect("an empty channel");
         tokio::spawn(async move {
             while let Ok(Some(message)) = message_stream.message().await {
@@ -111,7 +111,7 @@ fn read_tcp_timestamps_sysctl() -> String {
 }
 
 fn expected_managed_rss() -> RssConfig {
-    let indirection_table = IndirectionTable::balanced(server_id().get().into(), 128, CORE_COUNT).unwrap();
+    let indirection_table = IndirectionTable::balanced(test_server_id().get().into(), 128, CORE_COUNT).unwrap();
     RssConfig { key: RssKey::microsoft_verification_key(), indirection_table }
 }
 
@@ -143,14 +143,14 @@ fn expect_details_in_reports(reports: &[AgentReport], elapsed: Duration) {
 
 #[test]
 fn agent_registers_sends_reports_and_applies_configurations() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tdaemon")?;
     testbed.server(1)?.run_within(|| {
         let original_rss = read_registers(&testbed.emulated_rss_path(1))?;
         assert_eq!(read_tcp_timestamps_sysctl(), "1");
         let mut agent = Agent::start(agent_config(&testbed))?;
         assert_eq!(read_tcp_timestamps_sysctl(), "1", "nothing is stamped yet");
-        std::fs::write(busy_time_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
+        std::fs::write(busy_time_path(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
         let start_time = Instant::now();
         let received_messages =
             run_agent_until(&mut agent, FakeController::default(), |listener| has_received_reports(listener, 30, 3))?;
@@ -187,7 +187,7 @@ fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original_rss: &Rs
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original_rss);
     assert_eq!(read_tcp_timestamps_sysctl(), "2", "connections are still stamped");
     let mut agent = Agent::start(agent_config(testbed))?;
-    agent.apply_configuration(agent_configuration(), &[]);
+    agent.apply_configuration(test_agent_configuration(), &[]);
     assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
     // If the agent is killed, nothing is restored.
     drop(agent);
@@ -198,9 +198,9 @@ fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original_rss: &Rs
         &RssConfig { key: RssKey::microsoft_verification_key(), ..original_rss.clone() },
     )?;
     let mut agent = Agent::start(agent_config(testbed))?;
-    agent.apply_configuration(agent_configuration(), &[]);
+    agent.apply_configuration(test_agent_configuration(), &[]);
     assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, expected_managed_rss());
-    agent.detach()?;
+    agent.detach_programs()?;
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original_rss);
     assert_eq!(read_tcp_timestamps_sysctl(), "1");
     assert!(!agent_config(testbed).pin_directory.exists());
@@ -209,7 +209,7 @@ fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original_rss: &Rs
 
 #[test]
 fn agent_retries_while_controller_rejects_it_or_is_absent() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("trefused")?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
@@ -228,30 +228,30 @@ fn agent_retries_while_controller_rejects_it_or_is_absent() -> anyhow::Result<()
         let received_messages =
             run_agent_until(&mut agent, FakeController::default(), |listener| has_received_reports(listener, 6, 0))?;
         assert!(decode_reports(&received_messages).len() > 5);
-        agent.detach()
+        agent.detach_programs()
     })
 }
 
 #[test]
 fn agent_sends_no_report_until_its_load_is_known() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tnoload")?;
     testbed.server(1)?.run_within(|| {
-        std::fs::remove_file(busy_time_file(&testbed))?;
+        std::fs::remove_file(busy_time_path(&testbed))?;
         let mut agent = Agent::start(agent_config(&testbed))?;
-        assert_eq!(agent.next_report(&SentReportState::default(), &[]), None);
-        std::fs::write(busy_time_file(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
-        let first_report = agent.next_report(&SentReportState::default(), &[]);
+        assert_eq!(agent.build_next_report(&SentReportState::default(), &[]), None);
+        std::fs::write(busy_time_path(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
+        let first_report = agent.build_next_report(&SentReportState::default(), &[]);
         assert_eq!(first_report.map(|report| report.core_busy_ns), Some(vec![1, 2]));
-        agent.detach()
+        agent.detach_programs()
     })
 }
 
 #[test]
 fn error_names_the_missing_interface() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tnodevice")?;
-    let config = coreward_agent::config::Config { interface: "eth9".to_owned(), ..agent_config(&testbed) };
+    let config = coreward_agent::config::AgentConfig { interface: "eth9".to_owned(), ..agent_config(&testbed) };
     let error = testbed.server(1)?.run_within(|| Ok(Agent::start(config).err()))?.expect("an error");
     let text = format!("{error:#}");
     assert!(text.starts_with("interface eth9: expected a device of this network namespace"), "{text}");
@@ -262,17 +262,20 @@ fn error_names_the_missing_interface() -> anyhow::Result<()> {
 /// registers of another server's NIC.
 #[test]
 fn rss_table_that_is_not_in_force_causes_warning() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let mut testbed = create_testbed("tforce")?;
     testbed.add_server()?;
     let nginx = testbed.start_nginx(1)?;
     for (shown_server, is_in_force, first_port) in [(1, true, 20_000), (2, false, 30_000)] {
-        let emulated_rss =
-            coreward_agent::config::Rss::Testbed { path: testbed.emulated_rss_path(shown_server), entries: 128 };
-        let config = coreward_agent::config::Config { rss: emulated_rss, manage_rss: false, ..agent_config(&testbed) };
+        let emulated_rss = coreward_agent::config::RssSourceConfig::Testbed {
+            path: testbed.emulated_rss_path(shown_server),
+            entries: 128,
+        };
+        let config =
+            coreward_agent::config::AgentConfig { rss: emulated_rss, manage_rss: false, ..agent_config(&testbed) };
         testbed.server(1)?.run_within(|| {
             let mut agent = Agent::start(config)?;
-            agent.apply_configuration(agent_configuration(), &[]);
+            agent.apply_configuration(test_agent_configuration(), &[]);
             for port in first_port..first_port + 64 {
                 http_get(&testbed, WORKER_IDENTITY_PATH, port)?;
             }
@@ -284,9 +287,9 @@ fn rss_table_that_is_not_in_force_causes_warning() -> anyhow::Result<()> {
                 (64, is_in_force),
                 "{matched_count} of 64 matched"
             );
-            let has_warning = agent.warnings().iter().any(|warning| warning.contains("is not in force"));
-            assert_eq!(has_warning, !is_in_force, "{:?}", agent.warnings());
-            agent.detach()
+            let has_warning = agent.maintenance_warnings().iter().any(|warning| warning.contains("is not in force"));
+            assert_eq!(has_warning, !is_in_force, "{:?}", agent.maintenance_warnings());
+            agent.detach_programs()
         })?;
     }
     drop(nginx);
@@ -295,45 +298,52 @@ fn rss_table_that_is_not_in_force_causes_warning() -> anyhow::Result<()> {
 
 #[test]
 fn unknown_mac_address_of_previous_server_causes_warning() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tchain")?;
     // The client has the address of a server that exists, and an unused address that of one that does not.
     let reachable_address = testbed.client_address(0);
     let absent_address = testbed.client_address(200);
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        let previous_server = |id, address| PreviousServer { id: ServerId::try_from(id).unwrap(), address };
-        let previous_servers = vec![previous_server(1, reachable_address), previous_server(2, absent_address)];
-        agent.apply_configuration(AgentConfiguration { previous_servers, ..agent_configuration() }, &[]);
+        let build_previous_server = |id, address| PreviousServer { id: ServerId::try_from(id).unwrap(), address };
+        let previous_servers =
+            vec![build_previous_server(1, reachable_address), build_previous_server(2, absent_address)];
+        agent.apply_configuration(AgentConfiguration { previous_servers, ..test_agent_configuration() }, &[]);
         wait_until("one of two servers is found", || {
             agent.run_maintenance();
-            let mac_address_warning = agent.warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
+            let mac_address_warning =
+                agent.maintenance_warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
             Ok(mac_address_warning.is_some_and(|warning| !warning.contains(&format!("{reachable_address}"))))
         })?;
-        let names_both_addresses = agent.warnings().iter().any(|warning| warning.contains(&absent_address.to_string()));
-        assert!(names_both_addresses, "{:?}", agent.warnings());
-        agent.apply_configuration(AgentConfiguration { previous_servers: vec![], ..agent_configuration() }, &[]);
-        assert!(!agent.warnings().iter().any(|warning| warning.contains("MAC")), "{:?}", agent.warnings());
-        agent.detach()
+        let names_both_addresses =
+            agent.maintenance_warnings().iter().any(|warning| warning.contains(&absent_address.to_string()));
+        assert!(names_both_addresses, "{:?}", agent.maintenance_warnings());
+        agent.apply_configuration(AgentConfiguration { previous_servers: vec![], ..test_agent_configuration() }, &[]);
+        assert!(
+            !agent.maintenance_warnings().iter().any(|warning| warning.contains("MAC")),
+            "{:?}",
+            agent.maintenance_warnings()
+        );
+        agent.detach_programs()
     })
 }
 
 #[test]
 fn answer_to_socket_query_lists_connections_with_open_sockets() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tquery")?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.apply_configuration(agent_configuration(), &[]);
+        agent.apply_configuration(test_agent_configuration(), &[]);
         let listener = TcpListener::bind(SERVICE_ADDRESS)?;
         let client = TcpStream::connect(SERVICE_ADDRESS)?;
         let open_client = client.local_addr()?;
         let unknown_client = SocketAddr::new(open_client.ip(), open_client.port() ^ 1);
-        let service_address = agent_configuration().services[0].address;
+        let service_address = test_agent_configuration().services[0].address;
         let query = SocketQuery {
             query_number: 7,
             load_balancer_session: 8,
-            server: server_id(),
+            server: test_server_id(),
             service: service_address,
             clients: vec![unknown_client, open_client],
         };
@@ -344,6 +354,6 @@ fn answer_to_socket_query_lists_connections_with_open_sockets() -> anyhow::Resul
         let udp_service_address = ServiceAddress { protocol: Protocol::Udp, ..service_address };
         assert!(agent.answer_socket_query(&SocketQuery { service: udp_service_address, ..query }).is_err());
         drop(listener);
-        agent.detach()
+        agent.detach_programs()
     })
 }

@@ -2,16 +2,16 @@
 
 use coreward_agent::agent::Agent;
 use coreward_model::FourTuple;
-use coreward_model::rss::{InputTransform, RssConfig};
+use coreward_model::rss::{RssConfig, RssInputTransform};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::nginx::{NginxServer, WORKER_IDENTITY_PATH};
 use coreward_testbed::rss_emulation::{read_registers, shift_established_connections, write_registers};
-use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, find_missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::support::{
-    CORE_COUNT, agent_config, agent_configuration, create_testbed, http_get, reported_counter, wait_until,
+    CORE_COUNT, agent_config, create_testbed, http_get, reported_counter, test_agent_configuration, wait_until,
 };
 
 /// Sends requests from 32 source ports from `first_port`, 8 for each queue. The worker of the queue must answer them.
@@ -44,18 +44,21 @@ fn wait_for_workers(nginx: &NginxServer, worker_count: usize) -> anyhow::Result<
 fn maintain_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
     wait_until("a worker for every socket", || {
         agent.run_maintenance();
-        Ok(!agent.warnings().iter().any(|warning| warning.contains("worker") || warning.contains("steered")))
+        Ok(!agent
+            .maintenance_warnings()
+            .iter()
+            .any(|warning| warning.contains("worker") || warning.contains("steered")))
     })
 }
 
 #[test]
 fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tsteer")?;
     let nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.apply_configuration(agent_configuration(), &[]);
+        agent.apply_configuration(test_agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         let first_worker_pids = wait_for_workers(&nginx, 4)?;
         check_worker_of_each_queue(&testbed, 20_000, &first_worker_pids)?;
@@ -85,7 +88,7 @@ fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::
         )?;
         let mut agent = Agent::start(agent_config(&testbed))?;
         assert_eq!(reported_counter(&mut agent, "steered"), 96, "before it knows the service");
-        agent.apply_configuration(agent_configuration(), &[]);
+        agent.apply_configuration(test_agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         check_worker_of_each_queue(
             &testbed,
@@ -96,7 +99,7 @@ fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::
         // The same number of workers takes over the sockets, then fewer, and then more.
         for (round, count) in [4usize, 3, 6].into_iter().enumerate() {
             let previous_worker_pids = nginx.worker_pids();
-            nginx.reload(&testbed, 1, count as u16)?;
+            nginx.reload_configuration(&testbed, 1, count as u16)?;
             wait_until("new workers", || {
                 Ok(!nginx.worker_pids().iter().any(|pid| previous_worker_pids.contains(pid)))
             })?;
@@ -107,30 +110,30 @@ fn steering_survives_nginx_reload_worker_respawn_and_agent_restart() -> anyhow::
             check_worker_of_each_queue(&testbed, 24_000 + round as u16 * 1000, &expected_worker_pids)?;
         }
         assert_eq!(reported_counter(&mut agent, "no_worker"), 0);
-        agent.detach()?;
+        agent.detach_programs()?;
 
         // The next agent must be able to take over all sockets.
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.apply_configuration(agent_configuration(), &[]);
+        agent.apply_configuration(test_agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         check_worker_of_each_queue(&testbed, 27_000, &wait_for_workers(&nginx, 6)?)?;
-        agent.detach()
+        agent.detach_programs()
     })
 }
 
 /// Tests a NIC that hashes symmetrically but does not report it, like mlx5 before Linux 6.15.
 #[test]
 fn unreported_symmetric_hash_is_detected_from_queues_of_syns() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tsymmetric")?;
     let nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.apply_configuration(agent_configuration(), &[]);
+        agent.apply_configuration(test_agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         let worker_pids = wait_for_workers(&nginx, 4)?;
         let mut port = 20_000;
-        for input in [InputTransform::SymmetricOrXor, InputTransform::SymmetricXor, InputTransform::None] {
+        for input in [RssInputTransform::SymmetricOrXor, RssInputTransform::SymmetricXor, RssInputTransform::None] {
             let current_rss = read_registers(&testbed.emulated_rss_path(1))?;
             let changed_rss = RssConfig { key: current_rss.key.with_input_transform(input), ..current_rss };
             write_registers(&testbed.emulated_rss_path(1), &changed_rss)?;
@@ -145,24 +148,25 @@ fn unreported_symmetric_hash_is_detected_from_queues_of_syns() -> anyhow::Result
             port += 1_000;
             agent.run_maintenance();
             assert_eq!(reported_counter(&mut agent, "rss_mismatched"), initial_mismatch_count, "{}", input.name());
-            let has_warning = agent.warnings().iter().any(|warning| warning.contains("not in force"));
-            assert!(!has_warning, "{:?}", agent.warnings());
+            let has_warning = agent.maintenance_warnings().iter().any(|warning| warning.contains("not in force"));
+            assert!(!has_warning, "{:?}", agent.maintenance_warnings());
         }
-        agent.detach()
+        agent.detach_programs()
     })
 }
 
 /// Tests a NIC that moves open connections to other queues, as the flow director of ixgbe and i40e does.
 #[test]
 fn nic_that_moves_open_connections_causes_warning() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tmoves")?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.apply_configuration(agent_configuration(), &[]);
-        let has_warning =
-            |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("moves open connections"));
+        agent.apply_configuration(test_agent_configuration(), &[]);
+        let has_warning = |agent: &Agent| {
+            agent.maintenance_warnings().iter().any(|warning| warning.contains("moves open connections"))
+        };
         let mut port = 20_000;
         let mut request_until = |agent: &mut Agent, condition_name: &str, expected: bool| {
             wait_until(condition_name, || {
@@ -180,9 +184,13 @@ fn nic_that_moves_open_connections_causes_warning() -> anyhow::Result<()> {
         request_until(&mut agent, "open connections are sampled", false)?;
         shift_established_connections(&testbed.emulated_rss_path(1), 1)?;
         request_until(&mut agent, "the agent warns", true)?;
-        assert!(!agent.warnings().iter().any(|warning| warning.contains("not in force")), "{:?}", agent.warnings());
+        assert!(
+            !agent.maintenance_warnings().iter().any(|warning| warning.contains("not in force")),
+            "{:?}",
+            agent.maintenance_warnings()
+        );
         shift_established_connections(&testbed.emulated_rss_path(1), 0)?;
         request_until(&mut agent, "it has ended", false)?;
-        agent.detach()
+        agent.detach_programs()
     })
 }

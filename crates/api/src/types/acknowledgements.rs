@@ -94,7 +94,7 @@ fn format_service_list(service_names: &[&str]) -> String {
 mod tests {
     use super::*;
 
-    fn rejected_update(kind: &str, service: Option<&str>, reason: &str) -> RejectedUpdate {
+    fn build_rejected_update(kind: &str, service: Option<&str>, reason: &str) -> RejectedUpdate {
         let (part, name, kind) = ("lb".to_owned(), "lb1".to_owned(), kind.to_owned());
         RejectedUpdate {
             component: part,
@@ -111,10 +111,10 @@ mod tests {
         let service_names: Vec<String> = (0..43).map(|number| format!("web{number}")).collect();
         let mut rejected_updates: Vec<RejectedUpdate> = service_names
             .iter()
-            .map(|service| rejected_update("configuration", Some(service), "mode \"new\""))
+            .map(|service| build_rejected_update("configuration", Some(service), "mode \"new\""))
             .collect();
-        rejected_updates.push(rejected_update("configuration", None, "no memory\nlibbpf: a log\nof many lines"));
-        rejected_updates.push(rejected_update("table", Some("web0"), "too large"));
+        rejected_updates.push(build_rejected_update("configuration", None, "no memory\nlibbpf: a log\nof many lines"));
+        rejected_updates.push(build_rejected_update("table", Some("web0"), "too large"));
         assert_eq!(
             RejectedUpdate::summary_lines(&rejected_updates),
             [

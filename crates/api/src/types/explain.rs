@@ -55,16 +55,16 @@ pub struct SocketAddressSchema;
 
 impl PartialSchema for SocketAddressSchema {
     fn schema() -> RefOr<Schema> {
-        let octet = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
-        let ipv4 = format!("({octet}\\.){{3}}{octet}");
+        let octet_pattern = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
+        let ipv4 = format!("({octet_pattern}\\.){{3}}{octet_pattern}");
         let port = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])";
-        let pattern = format!("^({ipv4}|\\[({})\\]):{port}$", ipv6_pattern());
+        let pattern = format!("^({ipv4}|\\[({})\\]):{port}$", ipv6_address_pattern());
         ObjectBuilder::new().schema_type(Type::String).pattern(Some(pattern)).into()
     }
 }
 
 /// Returns a regular expression for hexadecimal IPv6 addresses with eight groups, or fewer groups with "::".
-fn ipv6_pattern() -> String {
+fn ipv6_address_pattern() -> String {
     let group = "[0-9A-Fa-f]{1,4}";
     let full_or_compressed_at_end =
         [format!("({group}:){{7}}{group}"), format!("({group}:){{1,7}}:"), format!(":(:{group}){{1,7}}")];

@@ -22,12 +22,12 @@ pub struct Fleet {
 #[serde(deny_unknown_fields)]
 pub struct NewFleet {
     /// Name of the document, shown in error messages.
-    #[serde(default = "unnamed")]
+    #[serde(default = "default_document_name")]
     pub name: String,
     /// Text of the document in TOML (docs/config.md).
     pub text: String,
     /// Generation of the document to replace. The request fails with a conflict if another generation is active.
-    #[serde(deserialize_with = "serde_whole::whole_number")]
+    #[serde(deserialize_with = "serde_whole::deserialize_whole_number")]
     #[schema(maximum = 9007199254740991_u64)]
     pub generation: u64,
     /// Whether only to return the changes, without applying them.
@@ -37,7 +37,7 @@ pub struct NewFleet {
 
 const _: () = assert!(MAX_SAFE_INTEGER == 9_007_199_254_740_991);
 
-fn unnamed() -> String {
+fn default_document_name() -> String {
     "fleet.toml".to_owned()
 }
 
@@ -77,7 +77,7 @@ pub struct FleetChange {
 #[serde(deny_unknown_fields)]
 pub struct CheckRequest {
     /// Name of the document, shown in error messages.
-    #[serde(default = "unnamed")]
+    #[serde(default = "default_document_name")]
     pub name: String,
     /// Text of the document in TOML (docs/config.md).
     pub text: String,

@@ -12,7 +12,7 @@ enum JsonNumber {
     Float(f64),
 }
 
-fn to_integer<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: JsonNumber) -> Result<T, E> {
+fn to_whole_number<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: JsonNumber) -> Result<T, E> {
     let integer = match number {
         JsonNumber::Integer(whole) => whole,
         // The conversion is exact up to 2^53 - 1, the largest number in requests.
@@ -24,10 +24,10 @@ fn to_integer<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: Json
     T::try_from(integer).map_err(|error| E::custom(format!("{integer}: {error}")))
 }
 
-pub fn whole_number<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(
+pub fn deserialize_whole_number<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<T, D::Error> {
     let number =
         JsonNumber::deserialize(deserializer).map_err(|_| D::Error::custom("expected a whole number from 0 on"))?;
-    to_integer(number)
+    to_whole_number(number)
 }

@@ -46,7 +46,7 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
             unresolved_servers: state.unresolved_servers.clone(),
             counters: sort_by_name(&state.counters),
             xdp_mode: state.xdp_mode.clone(),
-            vlan: Vlan::new(state.vlan.into()).ok().map(Vlan::get),
+            vlan: Vlan::new(state.vlan.into()).ok().map(Vlan::id_or_zero),
             configuration_generation: state.configuration_generation,
             event_counters: sort_by_name(&state.events),
             connection_count: state.connections,
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn warning_count_includes_faults_and_grouped_rejections() {
-        let rejected_update = |service: &str, reason: &str, table| v1::RejectedUpdate {
+        let build_rejected_update = |service: &str, reason: &str, table| v1::RejectedUpdate {
             service: service.to_owned(),
             generation: 5,
             reason: reason.to_owned(),
@@ -115,11 +115,11 @@ mod tests {
         let state = v1::LoadBalancerState {
             warnings: vec!["the configuration is not saved".to_owned()],
             rejected: vec![
-                rejected_update("web0", "mode \"new\"", false),
-                rejected_update("web1", "mode \"new\"", false),
-                rejected_update("", "no memory\na log", false),
-                rejected_update("", "no memory\nanother log", false),
-                rejected_update("web0", "no memory", true),
+                build_rejected_update("web0", "mode \"new\"", false),
+                build_rejected_update("web1", "mode \"new\"", false),
+                build_rejected_update("", "no memory\na log", false),
+                build_rejected_update("", "no memory\nanother log", false),
+                build_rejected_update("web0", "no memory", true),
             ],
             ..Default::default()
         };

@@ -5,11 +5,11 @@ use axum::extract::State;
 use coreward_api::Caller;
 use coreward_api::types::{Audit, AuditQuery, EventId, LoadBalancers, MAX_SAFE_INTEGER, SubjectKind};
 use coreward_http::extract::{Path, Query};
-use coreward_http::work::{JsonAnswer, WorkSize, compute_answer};
+use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
 
-use super::Api;
-use crate::server::state_manager::{ForgetError, RecordChange};
+use super::ApiState;
+use crate::server::state_manager::{ForgetLoadBalancerError, RecordChange};
 use coreward_fleet::audit::MAX_AUDIT_ENTRIES;
 
 /// Newest 1,000 changes with their authors (audit log), including those by earlier controllers
@@ -18,7 +18,7 @@ use coreward_fleet::audit::MAX_AUDIT_ENTRIES;
     params(AuditQuery),
     responses((status = 200, description = "Changes and their authors", body = Audit))
 )]
-pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<JsonAnswer, Problem> {
+pub async fn audit(State(api): State<ApiState>, Query(query): Query<AuditQuery>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     if query.after > MAX_SAFE_INTEGER
         || query.limit.is_some_and(|limit| !(1..=MAX_AUDIT_ENTRIES).contains(&limit.into()))
@@ -28,7 +28,7 @@ pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> R
         return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
     let audit_entries = controller_state.lock_controller().fleet().audit_log.clone();
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         let first_entry_index = audit_entries.partition_point(|entry| entry.id <= query.after);
         let first_index = first_entry_index
             .max(audit_entries.len() - audit_entries.len().min(query.limit.map_or(MAX_AUDIT_ENTRIES, usize::from)));
@@ -49,19 +49,19 @@ pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> R
          content_type = "application/problem+json"),
     )
 )]
-pub async fn forget(
-    State(api): State<Api>,
+pub async fn forget_load_balancer(
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     let change_result =
         controller_state.request_change((&caller).into(), RecordChange::ForgetLoadBalancer(name.clone())).await;
-    change_result.map_err(|error| match error.downcast_ref::<ForgetError>() {
-        Some(forget_error @ ForgetError::UnknownLoadBalancer(_)) => {
+    change_result.map_err(|error| match error.downcast_ref::<ForgetLoadBalancerError>() {
+        Some(forget_error @ ForgetLoadBalancerError::UnknownLoadBalancer(_)) => {
             Problem::new(ProblemKind::NotFound, forget_error.to_string())
         }
-        Some(forget_error @ ForgetError::ConnectedLoadBalancer(_)) => {
+        Some(forget_error @ ForgetLoadBalancerError::ConnectedLoadBalancer(_)) => {
             Problem::new(ProblemKind::Conflict, forget_error.to_string())
         }
         None => api.failed_change_problem(&error),
@@ -71,8 +71,10 @@ pub async fn forget(
         (SubjectKind::LoadBalancer, EventId::LoadBalancerForgotten),
         &name,
         event_message,
-        controller_state.now().wall,
+        controller_state.now().wall_time,
     );
-    compute_answer(WorkSize::Small, move || Ok(LoadBalancers { load_balancers: controller_state.load_balancers() }))
-        .await
+    compute_answer(RequestWorkSize::Small, move || {
+        Ok(LoadBalancers { load_balancers: controller_state.load_balancers() })
+    })
+    .await
 }

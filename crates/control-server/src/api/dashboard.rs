@@ -5,18 +5,18 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
-use coreward_http::serve::{CertificateIdentity, Peer};
+use coreward_http::serve::{CertificateIdentity, ConnectionPeer};
 use coreward_http::sessions::SessionCredential;
 use coreward_http::{Problem, ProblemKind};
 
-use super::Api;
+use super::ApiState;
 
 /// Content security policy that allows only content from the controller itself, and no frames.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
     img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 /// Returns the routes of the dashboard's page and files. They contain no fleet data and therefore need no token.
-pub fn routes() -> axum::Router<Api> {
+pub fn dashboard_routes() -> axum::Router<ApiState> {
     let serve_static_file = |content_type: &'static str, text: &'static str| {
         get(async move || {
             let response_headers = [
@@ -42,8 +42,8 @@ pub fn routes() -> axum::Router<Api> {
     responses((status = 204, description = "The session's cookie (`Set-Cookie`)"))
 )]
 pub async fn log_in(
-    State(api): State<Api>,
-    Extension(peer): Extension<Peer>,
+    State(api): State<ApiState>,
+    Extension(peer): Extension<ConnectionPeer>,
     headers: HeaderMap,
 ) -> Result<impl IntoResponse, Problem> {
     // Callers with a token or a certificate may begin a session. A session cannot renew itself, or it would never end.
@@ -58,7 +58,10 @@ pub async fn log_in(
     };
     Ok((
         StatusCode::NO_CONTENT,
-        [(header::SET_COOKIE, api.access_control.sessions().begin_session(session_credential, peer.is_encrypted))],
+        [(
+            header::SET_COOKIE,
+            api.access_control.sessions().begin_session(session_credential, peer.is_connection_encrypted),
+        )],
     ))
 }
 
@@ -68,12 +71,12 @@ pub async fn log_in(
     responses((status = 204, description = "The session has ended; `Set-Cookie` removes the cookie"))
 )]
 pub async fn log_out(
-    State(api): State<Api>,
-    Extension(peer): Extension<Peer>,
+    State(api): State<ApiState>,
+    Extension(peer): Extension<ConnectionPeer>,
     headers: HeaderMap,
 ) -> impl IntoResponse {
     (
         StatusCode::NO_CONTENT,
-        [(header::SET_COOKIE, api.access_control.sessions().end_session(&headers, peer.is_encrypted))],
+        [(header::SET_COOKIE, api.access_control.sessions().end_session(&headers, peer.is_connection_encrypted))],
     )
 }

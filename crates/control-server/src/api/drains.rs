@@ -7,7 +7,7 @@ use coreward_api::types::{DrainServer, DrainStatus, EventId, SubjectKind};
 use coreward_http::extract::{Json, Path};
 use coreward_http::{Problem, ProblemKind};
 
-use super::Api;
+use super::ApiState;
 use crate::server::controller_state::ControllerState;
 use crate::server::state_manager::RecordChange;
 use coreward_fleet::drains::{DrainError, DrainRequest};
@@ -22,7 +22,7 @@ use coreward_fleet::drains::{DrainError, DrainRequest};
          content_type = "application/problem+json"),
     )
 )]
-pub async fn drain_status(State(api): State<Api>, Path(name): Path<String>) -> Result<Json<DrainStatus>, Problem> {
+pub async fn drain_status(State(api): State<ApiState>, Path(name): Path<String>) -> Result<Json<DrainStatus>, Problem> {
     find_drain_status(&*api.leader_state()?, &name).map(Json)
 }
 
@@ -43,15 +43,15 @@ fn find_drain_status(state: &ControllerState, server: &str) -> Result<DrainStatu
          body = Problem, content_type = "application/problem+json"),
     )
 )]
-pub async fn drain(
-    State(api): State<Api>,
+pub async fn drain_server(
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Path(server): Path<String>,
     Json(body): Json<DrainServer>,
 ) -> Result<Json<DrainStatus>, Problem> {
     let controller_state = api.leader_state()?;
     let services = (!body.services.is_empty()).then(|| body.services.iter().cloned().collect());
-    let request = DrainRequest { server_name: server.clone(), services, force: body.force };
+    let request = DrainRequest { server_name: server.clone(), services, may_drain_last_server: body.force };
     let now = controller_state.now();
     let check_result = controller_state.lock_controller().check_drain_is_possible(&request, now);
     check_result.map_err(|drain_error| drain_problem(&drain_error))?;
@@ -79,8 +79,8 @@ pub async fn drain(
          content_type = "application/problem+json"),
     )
 )]
-pub async fn undrain(
-    State(api): State<Api>,
+pub async fn undrain_server(
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Path(server): Path<String>,
 ) -> Result<Json<DrainStatus>, Problem> {
@@ -97,7 +97,7 @@ pub async fn undrain(
 
 /// Requests the change from the controller, and records an event if anything has changed.
 async fn request_drain_change(
-    api: &Api,
+    api: &ApiState,
     controller_state: &ControllerState,
     server: &str,
     change: RecordChange,
@@ -115,7 +115,7 @@ async fn request_drain_change(
             (SubjectKind::Server, EventId::ServerDrainChanged),
             server,
             event_message,
-            controller_state.now().wall,
+            controller_state.now().wall_time,
         );
     }
     find_drain_status(controller_state, server).map(Json)

@@ -12,22 +12,22 @@ use rand::rngs::SysRng;
 use tokio::sync::watch;
 
 /// Maximum number of stored events. The oldest ones are removed.
-pub const MAX_EVENTS: usize = 1000;
+pub const MAX_STORED_EVENTS: usize = 1000;
 
-pub struct EventLog {
+pub struct FleetEventLog {
     /// Random identifier of this controller run, which is part of each event's id for clients.
-    run_id: String,
+    controller_run_id: String,
     events: Mutex<VecDeque<Event>>,
     newest_id_sender: watch::Sender<u64>,
     last_overview: Mutex<Option<Overview>>,
 }
 
-impl Default for EventLog {
+impl Default for FleetEventLog {
     fn default() -> Self {
         let mut random_bytes = [0; 6];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut random_bytes);
         Self {
-            run_id: random_bytes.map(|byte| format!("{byte:02x}")).concat(),
+            controller_run_id: random_bytes.map(|byte| format!("{byte:02x}")).concat(),
             events: Mutex::default(),
             newest_id_sender: watch::Sender::new(0),
             last_overview: Mutex::default(),
@@ -35,9 +35,9 @@ impl Default for EventLog {
     }
 }
 
-impl EventLog {
-    pub fn run_id(&self) -> &str {
-        &self.run_id
+impl FleetEventLog {
+    pub fn controller_run_id(&self) -> &str {
+        &self.controller_run_id
     }
 
     /// Returns the newest `limit` events whose id is greater than `id`, the oldest first.
@@ -54,13 +54,13 @@ impl EventLog {
     /// Adds an event that does not follow from a change of the fleet's status. `wall_time` is the time since 1970.
     pub fn add_event(&self, (kind, event): (SubjectKind, EventId), name: &str, message: String, wall_time: Duration) {
         self.add_events(
-            [NewEvent { severity: Severity::Info, event_id: event, kind, name: name.to_owned(), message }],
+            [NewEvent { severity: Severity::Info, event_id: event, kind, subject_name: name.to_owned(), message }],
             wall_time,
         );
     }
 
     /// Compares `overview` with the last call's, and records the differences as events at `wall_time` (since 1970).
-    pub fn record_changes(&self, overview: &Overview, wall_time: Duration) {
+    pub fn record_overview_changes(&self, overview: &Overview, wall_time: Duration) {
         let mut last_overview = self.last_overview.lock();
         let new_events = match &*last_overview {
             Some(old_overview) if old_overview == overview => return,
@@ -69,7 +69,7 @@ impl EventLog {
                 let message =
                     format!("the controller has started, configuration {}", overview.configuration_generation);
                 let (kind, event_id) = (SubjectKind::Controller, EventId::ControllerStarted);
-                vec![NewEvent { severity: Severity::Info, event_id, kind, name: String::new(), message }]
+                vec![NewEvent { severity: Severity::Info, event_id, kind, subject_name: String::new(), message }]
             }
         };
         *last_overview = Some(overview.clone());
@@ -80,7 +80,7 @@ impl EventLog {
         let mut events = self.lock_events();
         let previous_newest_id = *self.newest_id_sender.borrow();
         let mut id = previous_newest_id;
-        for NewEvent { severity, event_id: event, kind, name, message } in new_events {
+        for NewEvent { severity, event_id: event, kind, subject_name: name, message } in new_events {
             id += 1;
             let (event_name, kind_name) = (event.name(), kind.to_string());
             match severity {
@@ -97,7 +97,7 @@ impl EventLog {
                 message,
             });
         }
-        let excess_event_count = events.len().saturating_sub(MAX_EVENTS);
+        let excess_event_count = events.len().saturating_sub(MAX_STORED_EVENTS);
         events.drain(..excess_event_count);
         drop(events);
         if id > previous_newest_id {
@@ -115,7 +115,7 @@ struct NewEvent {
     severity: Severity,
     event_id: EventId,
     kind: SubjectKind,
-    name: String,
+    subject_name: String,
     message: String,
 }
 
@@ -150,7 +150,13 @@ impl NewEvents {
         name: &str,
         message: impl Into<String>,
     ) {
-        self.0.push(NewEvent { severity, event_id: event, kind, name: name.to_owned(), message: message.into() });
+        self.0.push(NewEvent {
+            severity,
+            event_id: event,
+            kind,
+            subject_name: name.to_owned(),
+            message: message.into(),
+        });
     }
 
     /// Adds events for warnings that begin or end. A warning in which only a number changes causes no event.
@@ -239,7 +245,7 @@ fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_event
 
 fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
     let kind = SubjectKind::LoadBalancer;
-    let state_description = |balancer: &OverviewLoadBalancer| match (balancer.connected, balancer.alive) {
+    let describe_state = |balancer: &OverviewLoadBalancer| match (balancer.connected, balancer.alive) {
         (true, true) => "connected",
         (true, false) => "silent",
         (false, true) => "disconnected",
@@ -250,8 +256,8 @@ fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, ne
     let load_balancer_names: BTreeSet<&str> = old.keys().chain(new.keys()).copied().collect();
     for name in load_balancer_names {
         match (
-            old.get(name).map(|old_balancer| state_description(old_balancer)),
-            new.get(name).map(|new_balancer| state_description(new_balancer)),
+            old.get(name).map(|old_balancer| describe_state(old_balancer)),
+            new.get(name).map(|new_balancer| describe_state(new_balancer)),
         ) {
             (old_state, Some(new_state)) if old_state != Some(new_state) => match new_state {
                 "silent" | "lost" => new_events.add_warning((kind, EventId::LoadBalancerStateChanged), name, new_state),

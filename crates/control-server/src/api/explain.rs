@@ -3,11 +3,11 @@
 use axum::extract::State;
 use coreward_api::types::{Explain, Explanation, PacketKind};
 use coreward_http::extract::Query;
-use coreward_http::work::{JsonAnswer, WorkSize, compute_answer};
+use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
 use coreward_model::ServiceAddress;
 
-use super::Api;
+use super::ApiState;
 use coreward_controller::explain::{ExplainError, ExplainedPacket};
 
 /// Destination of a packet, and the reason
@@ -21,16 +21,16 @@ use coreward_controller::explain::{ExplainError, ExplainedPacket};
             content_type = "application/problem+json"),
     )
 )]
-pub async fn explain(State(api): State<Api>, Query(query): Query<Explain>) -> Result<JsonAnswer, Problem> {
+pub async fn explain(State(api): State<ApiState>, Query(query): Query<Explain>) -> Result<JsonAnswer, Problem> {
     let service = ServiceAddress { vip_and_port: query.vip, protocol: query.protocol };
-    let packet = explained_packet(query.packet, query.tsecr);
+    let packet = to_explained_packet(query.packet, query.tsecr);
     let controller_state = api.leader_state()?;
     if query.client.port() == 0 {
         return Err(Problem::new(ProblemKind::BadRequest, "client port 0: expected one from 1 on"));
     }
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         let service_view = controller_state.service_view(service).map_err(explain_problem)?;
-        service_view.explain(query.client, packet).map_err(explain_problem)
+        service_view.explain_packet(query.client, packet).map_err(explain_problem)
     })
     .await
 }
@@ -43,7 +43,7 @@ fn explain_problem(error: ExplainError) -> Problem {
     Problem::new(problem_kind, error.to_string())
 }
 
-fn explained_packet(kind: PacketKind, tsecr: Option<u32>) -> ExplainedPacket {
+fn to_explained_packet(kind: PacketKind, tsecr: Option<u32>) -> ExplainedPacket {
     match kind {
         PacketKind::NewConnection => ExplainedPacket::NewConnection,
         PacketKind::Established | PacketKind::Reset => {

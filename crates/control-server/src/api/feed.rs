@@ -52,12 +52,12 @@ impl StatusFeed {
     }
 
     /// Adds a watcher. Fails if [`MAX_WATCHERS`] clients already watch.
-    pub fn subscribe(&self) -> Result<Watcher, Problem> {
+    pub fn subscribe_watcher(&self) -> Result<FleetWatcher, Problem> {
         let watcher_slot = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
             let error_detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
             Problem::new(ProblemKind::TooManyRequests, error_detail).with_retry_after(10)
         })?;
-        Ok(Watcher {
+        Ok(FleetWatcher {
             loads_receiver: self.loads_sender.subscribe(),
             overview_receiver: self.overview_sender.subscribe(),
             _slot: watcher_slot,
@@ -76,7 +76,7 @@ fn publish_json(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
     }
 }
 
-pub struct Watcher {
+pub struct FleetWatcher {
     /// Newest document of loads, which is replaced at most once per [`MIN_LOADS_INTERVAL`].
     pub loads_receiver: watch::Receiver<JsonText>,
     pub overview_receiver: watch::Receiver<JsonText>,

@@ -8,30 +8,30 @@ use coreward_api::Caller;
 use coreward_api::types::{
     Acknowledgements, CheckRequest, CheckResult, EventId, Fleet, FleetApplied, FleetChange, NewFleet, SubjectKind,
 };
-use coreward_config::Source;
+use coreward_config::TomlSource;
 use coreward_http::extract::Json;
-use coreward_http::work::{self, JsonAnswer, WorkSize, compute_answer};
+use coreward_http::work::{self, JsonAnswer, RequestWorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
 
-use super::Api;
+use super::ApiState;
 use crate::server::controller_state::ControllerState;
-use crate::server::state_manager::{ApplyError, DocumentRequest, RecordChange};
+use crate::server::state_manager::{ApplyDocumentError, ApplyDocumentRequest, RecordChange};
 use coreward_fleet::config::{self, FleetConfig, list_changes};
 use coreward_fleet::records::FleetDocument;
 
 /// Active fleet document, as the operator wrote it
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "Fleet document", body = Fleet)))]
-pub async fn fleet(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
+pub async fn fleet(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || {
-        let (document, file) = document_in_force(&controller_state);
+    compute_answer(RequestWorkSize::Small, move || {
+        let (document, file) = active_document_and_file(&controller_state);
         let file_path = file.map(|file| file.display().to_string());
         Ok(Fleet { generation: document.generation, file: file_path, text: document.text.to_string() })
     })
     .await
 }
 
-fn document_in_force(state: &ControllerState) -> (FleetDocument, Option<PathBuf>) {
+fn active_document_and_file(state: &ControllerState) -> (FleetDocument, Option<PathBuf>) {
     let controller = state.lock_controller();
     (controller.fleet().document.clone(), controller.fleet().document_file.clone())
 }
@@ -52,9 +52,9 @@ fn check_document_name(name: &str) -> Result<(), Problem> {
     get, path = "/v1/fleet/acknowledgements",
     responses((status = 200, description = "Acknowledgements and rejections", body = Acknowledgements))
 )]
-pub async fn acknowledgements(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
+pub async fn acknowledgements(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         Ok(controller_state.lock_controller().acknowledgements(controller_state.now()))
     })
     .await
@@ -72,34 +72,45 @@ pub async fn acknowledgements(State(api): State<Api>) -> Result<JsonAnswer, Prob
     )
 )]
 pub async fn put_fleet(
-    State(api): State<Api>,
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Json(request): Json<NewFleet>,
 ) -> Result<JsonAnswer, Problem> {
     let NewFleet { name, text, generation, dry_run } = request;
     check_document_name(&name)?;
     let controller_state = api.leader_state()?;
-    let (old_document, _) = document_in_force(&controller_state);
+    let (old_document, _) = active_document_and_file(&controller_state);
     let was_in_force = *old_document.text == *text && old_document.generation > 0;
     // Other requests and changes do not wait for this work.
-    let (fleet, changes) = work::run_on_worker(WorkSize::Large, move || {
-        let source = Source::from_text(&name, &text);
-        let changes = list_changes(&Source::from_text("the fleet in force", &old_document.text), &source);
+    let (fleet, changes) = work::run_on_worker(RequestWorkSize::Large, move || {
+        let source = TomlSource::from_text(&name, &text);
+        let changes = list_changes(&TomlSource::from_text("the fleet in force", &old_document.text), &source);
         (FleetConfig::parse(&source), changes)
     })
     .await?;
     let change_lines = changes.iter().map(ToString::to_string).collect();
-    let change =
-        RecordChange::ApplyDocument(Box::new(DocumentRequest { fleet, changes: change_lines, generation, dry_run }));
-    let outcome =
-        controller_state.request_change((&caller).into(), change).await.map_err(|error| api.apply_problem(&error))?;
+    let change = RecordChange::ApplyDocument(Box::new(ApplyDocumentRequest {
+        fleet,
+        change_descriptions: change_lines,
+        compared_generation: generation,
+        dry_run,
+    }));
+    let outcome = controller_state
+        .request_change((&caller).into(), change)
+        .await
+        .map_err(|error| api.problem_for_apply_error(&error))?;
     let applied_generation = outcome.document_generation;
     if !dry_run && !was_in_force {
         let message = format!("{caller}: applied the document of generation {applied_generation}");
-        api.events.add_event((SubjectKind::Fleet, EventId::FleetApplied), "", message, controller_state.now().wall);
+        api.events.add_event(
+            (SubjectKind::Fleet, EventId::FleetApplied),
+            "",
+            message,
+            controller_state.now().wall_time,
+        );
     }
     // No other request may prevent this answer, or the caller would assume that the document was not applied.
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         Ok(FleetApplied {
             generation: applied_generation,
             replaced_generation: generation,
@@ -110,13 +121,13 @@ pub async fn put_fleet(
     .await
 }
 
-impl Api {
-    fn apply_problem(&self, error: &anyhow::Error) -> Problem {
-        match error.downcast_ref::<ApplyError>() {
-            Some(ApplyError::InvalidDocument(mistakes)) => mistakes.into(),
-            Some(conflict @ (ApplyError::GenerationConflict { .. } | ApplyError::ManagedByFile { .. })) => {
-                Problem::new(ProblemKind::Conflict, conflict.to_string())
-            }
+impl ApiState {
+    fn problem_for_apply_error(&self, error: &anyhow::Error) -> Problem {
+        match error.downcast_ref::<ApplyDocumentError>() {
+            Some(ApplyDocumentError::InvalidDocument(mistakes)) => mistakes.into(),
+            Some(
+                conflict @ (ApplyDocumentError::GenerationConflict { .. } | ApplyDocumentError::ManagedByFile { .. }),
+            ) => Problem::new(ProblemKind::Conflict, conflict.to_string()),
             None => self.failed_change_problem(error),
         }
     }
@@ -150,10 +161,10 @@ fn to_fleet_change(change: &config::DocumentChange) -> FleetChange {
     request_body = CheckRequest,
     responses((status = 200, description = "Mistakes of the document", body = CheckResult))
 )]
-pub async fn check(Json(request): Json<CheckRequest>) -> Result<JsonAnswer, Problem> {
+pub async fn check_fleet_document(Json(request): Json<CheckRequest>) -> Result<JsonAnswer, Problem> {
     check_document_name(&request.name)?;
-    compute_answer(WorkSize::Large, move || {
-        Ok(match FleetConfig::parse(&Source::from_text(&request.name, &request.text)) {
+    compute_answer(RequestWorkSize::Large, move || {
+        Ok(match FleetConfig::parse(&TomlSource::from_text(&request.name, &request.text)) {
             Ok(_) => CheckResult { mistakes: Vec::new(), omitted_count: 0 },
             Err(mistakes) => CheckResult {
                 mistakes: mistakes.shown_diagnostics.iter().map(Into::into).collect(),
@@ -172,38 +183,44 @@ mod tests {
     use axum::response::IntoResponse as _;
     use coreward_api::Role;
     use coreward_http::endpoints::AccessControl;
-    use coreward_http::tokens::Tokens;
+    use coreward_http::tokens::ApiTokens;
     use tokio::sync::mpsc;
 
     use super::*;
     use crate::config::ControllerConfig;
     use crate::server::apply_change;
-    use crate::server::controller_state::ChangeRequest;
+    use crate::server::controller_state::RecordChangeRequest;
     use crate::server::leader_election::LeaderElection;
-    use crate::server::state_manager::StateManager;
+    use crate::server::state_manager::FleetStateManager;
     use coreward_controller::Controller;
     use coreward_listener::security::ListenerSecurity;
-    use coreward_store::Store;
+    use coreward_store::FleetStore;
     use coreward_store::embedded::EmbeddedStore;
 
-    fn start_leading_api(state_directory: &std::path::Path) -> (Api, StateManager, mpsc::Receiver<ChangeRequest>) {
+    fn start_leading_api(
+        state_directory: &std::path::Path,
+    ) -> (ApiState, FleetStateManager, mpsc::Receiver<RecordChangeRequest>) {
         let (path, store) = (state_directory.join("controller.toml"), state_directory.join("store"));
         std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
         let config = ControllerConfig::load(&path).unwrap();
-        let election = LeaderElection::new(None, ListenerSecurity::of(&config.listener_config()).unwrap());
-        let open_store = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-        let manager = StateManager::open(&path, config, election.security.revocation_list.clone(), open_store).unwrap();
-        let (state, changes) =
-            ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counters()), None);
+        let election = LeaderElection::new(None, ListenerSecurity::from_config(&config.listener_config()).unwrap());
+        let open_store = || Ok(FleetStore::Embedded(EmbeddedStore::open(&store)?));
+        let manager =
+            FleetStateManager::open(&path, config, election.security.revocation_list.clone(), open_store).unwrap();
+        let (state, changes) = ControllerState::new(
+            Controller::new(manager.fleet()),
+            (manager.record_clock(), manager.state_counters()),
+            None,
+        );
         election.become_leader(Arc::new(state));
         let access_control = Arc::new(AccessControl::new(
-            Arc::new(Tokens::open(state_directory).unwrap()),
+            Arc::new(ApiTokens::open(state_directory).unwrap()),
             Default::default(),
             Arc::default(),
         ));
         let (events, feed, openapi_document) = Default::default();
         (
-            Api { election: Arc::new(election), access_control, events, status_feed: feed, openapi_document },
+            ApiState { election: Arc::new(election), access_control, events, status_feed: feed, openapi_document },
             manager,
             changes,
         )
@@ -227,7 +244,7 @@ mod tests {
         let apply_both_documents = async {
             let mut reported_generations = Vec::new();
             for _ in 0..2 {
-                let ChangeRequest { change, author, reply_sender } = changes.recv().await.unwrap();
+                let RecordChangeRequest { change, author, reply_sender } = changes.recv().await.unwrap();
                 first_request_notification.notify_one();
                 let (returned_manager, outcome) = apply_change(manager, &state, change, author).await.unwrap();
                 manager = returned_manager;

@@ -10,23 +10,23 @@ use std::time::{Duration, Instant};
 
 use coreward_api::Role;
 use coreward_http::endpoints::{DEFAULT_MAX_BODY_BYTES, MAX_FLEET_DOCUMENT_BYTES};
-use coreward_http::serve::{Listener, PlainAcceptor};
-use coreward_http::tokens::{Tokens, token_path};
+use coreward_http::serve::{ApiListener, PlainAcceptor};
+use coreward_http::tokens::{ApiTokens, token_file_path};
 use coreward_model::ServerId;
 use coreward_wire::ServiceIndex;
 use nix::time::{ClockId, clock_gettime};
 use reqwest::{Client, Method};
 use serde_json::json;
 
-use super::{router, update_watchers_loop};
+use super::{build_router, update_watchers_loop};
 use crate::config::ControllerConfig;
 use crate::server::apply_change;
-use crate::server::controller_state::{ChangeRequest, ControllerState};
+use crate::server::controller_state::{ControllerState, RecordChangeRequest};
 use crate::server::leader_election::LeaderElection;
-use crate::server::state_manager::StateManager;
+use crate::server::state_manager::FleetStateManager;
 use coreward_controller::Controller;
 use coreward_listener::security::ListenerSecurity;
-use coreward_store::Store;
+use coreward_store::FleetStore;
 use coreward_store::embedded::EmbeddedStore;
 
 /// Maximum delay that one large request may cause for other requests and for placement tables.
@@ -52,13 +52,13 @@ fn largest_fleet_text(additional_line: &str) -> String {
     text
 }
 
-struct TestEnv {
+struct IsolationTestEnv {
     address: SocketAddr,
     state: Arc<ControllerState>,
     client: Client,
-    tokens: [String; 2],
-    api_thread: Arc<ApiThread>,
-    /// Longest wait for the controller's lock since the last [`TestEnv::take_longest_lock_wait`] (ns).
+    viewer_and_operator_tokens: [String; 2],
+    api_thread: Arc<ApiThreadBusyTime>,
+    /// Longest wait for the controller's lock since the last [`IsolationTestEnv::take_longest_lock_wait`] (ns).
     longest_lock_wait_ns: Arc<AtomicU64>,
 }
 
@@ -66,26 +66,26 @@ struct TestEnv {
 /// the smaller of its wall-clock and CPU time, because wall-clock time includes a hypervisor's pauses and CPU time
 /// includes other threads.
 fn measure_lock_waits(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
-    let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap());
+    let read_process_cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap());
     loop {
-        let (start_time, start_cpu_time) = (Instant::now(), cpu_time());
+        let (start_time, start_cpu_time) = (Instant::now(), read_process_cpu_time());
         if lock().is_none() {
             return;
         }
-        let wait_time = start_time.elapsed().min(cpu_time() - start_cpu_time);
+        let wait_time = start_time.elapsed().min(read_process_cpu_time() - start_cpu_time);
         longest_wait.fetch_max(wait_time.as_nanos() as u64, Ordering::Relaxed);
         std::thread::sleep(Duration::from_micros(200));
     }
 }
 
 #[derive(Default)]
-struct ApiThread {
+struct ApiThreadBusyTime {
     /// Longest CPU time of the API's thread without a yield (ns).
     longest_busy_ns: AtomicU64,
     measurement_count: AtomicU64,
 }
 
-impl ApiThread {
+impl ApiThreadBusyTime {
     /// Returns the longest CPU time that the API's thread used without a yield since the last call, including the
     /// present period.
     async fn take_longest_busy_time(&self) -> Duration {
@@ -98,22 +98,23 @@ impl ApiThread {
 }
 
 /// Measures the CPU time between yields of the API's thread. A due request waits at least as long as this future.
-async fn measure_thread_busy_time(api_thread: Arc<ApiThread>) {
-    let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
-    let mut previous_cpu_time = cpu_time();
+async fn measure_thread_busy_time(api_thread: Arc<ApiThreadBusyTime>) {
+    let read_thread_cpu_ns =
+        || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
+    let mut previous_cpu_time = read_thread_cpu_ns();
     loop {
         // This pause is shorter than a significant poll, but long enough that the thread rests.
         tokio::time::sleep(Duration::from_millis(1)).await;
-        let current_cpu_time = cpu_time();
+        let current_cpu_time = read_thread_cpu_ns();
         api_thread.longest_busy_ns.fetch_max(current_cpu_time - previous_cpu_time, Ordering::Relaxed);
         api_thread.measurement_count.fetch_add(1, Ordering::Relaxed);
         previous_cpu_time = current_cpu_time;
     }
 }
 
-impl TestEnv {
-    async fn send_request(&self, (method, path, role, body): &Request) -> (u16, usize) {
-        let token = &self.tokens[usize::from(*role == Role::Operator)];
+impl IsolationTestEnv {
+    async fn send_request(&self, (method, path, role, body): &TestRequest) -> (u16, usize) {
+        let token = &self.viewer_and_operator_tokens[usize::from(*role == Role::Operator)];
         let url = format!("http://{}{path}", self.address);
         let request = self.client.request(method.clone(), url).bearer_auth(token);
         let request = request.header("content-type", "application/json").body(body.clone());
@@ -122,7 +123,7 @@ impl TestEnv {
     }
 
     /// Sends the request. Returns a description of the response, and the delays by the API's thread and by the lock.
-    async fn measure_request(&self, request: &Request) -> (String, Duration, Duration) {
+    async fn measure_request(&self, request: &TestRequest) -> (String, Duration, Duration) {
         self.take_longest_lock_wait();
         self.api_thread.take_longest_busy_time().await;
         let (status, bytes) = self.send_request(request).await;
@@ -142,14 +143,14 @@ impl TestEnv {
     }
 }
 
-type Request = (Method, String, Role, String);
+type TestRequest = (Method, String, Role, String);
 
 async fn process_changes(
-    mut manager: StateManager,
+    mut manager: FleetStateManager,
     state: &ControllerState,
-    mut changes: tokio::sync::mpsc::Receiver<ChangeRequest>,
+    mut changes: tokio::sync::mpsc::Receiver<RecordChangeRequest>,
 ) {
-    while let Some(ChangeRequest { change, author, reply_sender }) = changes.recv().await {
+    while let Some(RecordChangeRequest { change, author, reply_sender }) = changes.recv().await {
         let (returned_manager, outcome) = apply_change(manager, state, change, author).await.unwrap();
         manager = returned_manager;
         let _ = reply_sender.send(outcome);
@@ -157,22 +158,26 @@ async fn process_changes(
 }
 
 /// Runs the test with a controller that leads the largest fleet, and with its API.
-fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
+fn run_with_env(directory: &Path, test: impl AsyncFnOnce(&IsolationTestEnv)) {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
     let config = ControllerConfig::load(&path).unwrap();
-    let election = LeaderElection::new(None, ListenerSecurity::of(&config.listener_config()).unwrap());
-    let open_store = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-    let manager = StateManager::open(&path, config, election.security.revocation_list.clone(), open_store).unwrap();
-    let (state, changes) =
-        ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counters()), None);
+    let election = LeaderElection::new(None, ListenerSecurity::from_config(&config.listener_config()).unwrap());
+    let open_store = || Ok(FleetStore::Embedded(EmbeddedStore::open(&store)?));
+    let manager =
+        FleetStateManager::open(&path, config, election.security.revocation_list.clone(), open_store).unwrap();
+    let (state, changes) = ControllerState::new(
+        Controller::new(manager.fleet()),
+        (manager.record_clock(), manager.state_counters()),
+        None,
+    );
     let state = Arc::new(state);
     state.allow_tables();
     election.become_leader(state.clone());
-    let api_tokens = Arc::new(Tokens::open(directory).unwrap());
-    let listener = Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let api_tokens = Arc::new(ApiTokens::open(directory).unwrap());
+    let listener = ApiListener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let address = listener.address();
-    let read_token = |role| std::fs::read_to_string(token_path(directory, role)).unwrap().trim().to_owned();
+    let read_token = |role| std::fs::read_to_string(token_file_path(directory, role)).unwrap().trim().to_owned();
     let tokens = [Role::Viewer, Role::Operator].map(read_token);
     let client = Client::builder().no_proxy().build().unwrap();
     let (api_thread, longest_wait_ns) = (Arc::default(), Arc::<AtomicU64>::default());
@@ -180,10 +185,16 @@ fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     std::thread::spawn(move || {
         measure_lock_waits(|| weak_state.upgrade().map(|state| drop(state.lock_controller())), lock_wait_ns)
     });
-    let env =
-        TestEnv { address, state: state.clone(), client, tokens, api_thread, longest_lock_wait_ns: longest_wait_ns };
+    let env = IsolationTestEnv {
+        address,
+        state: state.clone(),
+        client,
+        viewer_and_operator_tokens: tokens,
+        api_thread,
+        longest_lock_wait_ns: longest_wait_ns,
+    };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
-        let (router, api) = router(Arc::new(election), api_tokens).unwrap();
+        let (router, api) = build_router(Arc::new(election), api_tokens).unwrap();
         let busy_time_measurement = measure_thread_busy_time(env.api_thread.clone());
         let background_tasks = async {
             tokio::join!(update_watchers_loop(api), busy_time_measurement);
@@ -206,7 +217,7 @@ fn server_list_of_maximum_size(server_json: &str) -> String {
 }
 
 /// Texts of which each, when repeated, fills a fleet document of the maximum size.
-const REPEATED_UNITS: [&str; 15] = [
+const REPEATED_TOML_TEXTS: [&str; 15] = [
     "=\n",
     "a=1\n",
     "[a]\n",
@@ -224,7 +235,7 @@ const REPEATED_UNITS: [&str; 15] = [
     "'''",
 ];
 /// Paths below `/v1/` whose GET requests change nothing.
-const READ_PATHS: [&str; 17] = [
+const READ_ONLY_API_PATHS: [&str; 17] = [
     "status?rss_keys=true",
     "services",
     "services/service-0",
@@ -244,23 +255,23 @@ const READ_PATHS: [&str; 17] = [
     "servers/server-1/drain",
 ];
 
-fn largest_requests() -> Vec<Request> {
+fn largest_requests() -> Vec<TestRequest> {
     let fleet_text = largest_fleet_text("");
-    let check_request = |text| (Method::POST, "/v1/check".to_owned(), Role::Viewer, text);
-    let mut requests: Vec<Request> =
-        REPEATED_UNITS.into_iter().map(|unit| check_request(server_list_of_maximum_size(unit))).collect();
+    let build_check_request = |text| (Method::POST, "/v1/check".to_owned(), Role::Viewer, text);
+    let mut requests: Vec<TestRequest> =
+        REPEATED_TOML_TEXTS.into_iter().map(|unit| build_check_request(server_list_of_maximum_size(unit))).collect();
     let unknown_servers: String = (0..300_000).map(|n| format!("\"server-{n}x\",")).collect();
-    requests.push(check_request(check_request_body(&format!(
+    requests.push(build_check_request(check_request_body(&format!(
         "{fleet_text}[[service]]\nname=\"x\"\nservers=[{unknown_servers}]\n"
     ))));
-    requests.push(check_request(check_request_body(&format!(
+    requests.push(build_check_request(check_request_body(&format!(
         "{fleet_text}[[service]]\nname=\"x\"\nservers=[\"{}\"]\n",
         "s".repeat(4 << 20)
     ))));
-    requests.push(check_request(check_request_body(&fleet_text)));
-    requests.push(check_request("[".repeat(MAX_FLEET_DOCUMENT_BYTES)));
+    requests.push(build_check_request(check_request_body(&fleet_text)));
+    requests.push(build_check_request("[".repeat(MAX_FLEET_DOCUMENT_BYTES)));
     requests.push((Method::POST, "/v1/keys/rotate".to_owned(), Role::Operator, "[".repeat(DEFAULT_MAX_BODY_BYTES)));
-    for path in READ_PATHS {
+    for path in READ_ONLY_API_PATHS {
         requests.push((Method::GET, format!("/v1/{path}"), Role::Operator, String::new()));
     }
     requests
@@ -270,7 +281,7 @@ fn largest_requests() -> Vec<Request> {
 /// every one.
 const MAX_REQUEST_ATTEMPTS: u64 = 5;
 
-async fn assert_request_causes_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
+async fn assert_request_causes_no_delay(env: &IsolationTestEnv, request: impl Fn(u64) -> TestRequest) {
     let mut request_summary = String::new();
     for attempt in 0..MAX_REQUEST_ATTEMPTS {
         let (thread_delay, lock_delay);
@@ -288,7 +299,7 @@ async fn assert_request_causes_no_delay(env: &TestEnv, request: impl Fn(u64) -> 
 #[test]
 fn largest_request_delays_no_other_request_or_table() {
     let directory = tempfile::tempdir().unwrap();
-    with_env(directory.path(), async |env| {
+    run_with_env(directory.path(), async |env| {
         assert_request_causes_no_delay(env, |attempt| {
             let fleet_text = largest_fleet_text(&format!("# {attempt}\n"));
             let request_body =

@@ -7,7 +7,7 @@ use coreward_api::types::{EventId, Keys, RotateKeys, SubjectKind};
 use coreward_http::extract::Json;
 use coreward_http::{Problem, ProblemKind};
 
-use super::Api;
+use super::ApiState;
 use crate::server::state_manager::RecordChange;
 
 /// State of the cookie keys and of their rotation
@@ -15,7 +15,7 @@ use crate::server::state_manager::RecordChange;
     get, path = "/v1/keys",
     responses((status = 200, description = "The keys, without the secrets", body = Keys))
 )]
-pub async fn keys(State(api): State<Api>) -> Result<Json<Keys>, Problem> {
+pub async fn keys(State(api): State<ApiState>) -> Result<Json<Keys>, Problem> {
     Ok(Json(api.leader_state()?.keys()))
 }
 
@@ -28,8 +28,8 @@ pub async fn keys(State(api): State<Api>) -> Result<Json<Keys>, Problem> {
          content_type = "application/problem+json"),
     )
 )]
-pub async fn rotate(
-    State(api): State<Api>,
+pub async fn rotate_keys(
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Json(request): Json<RotateKeys>,
 ) -> Result<Json<Keys>, Problem> {
@@ -45,7 +45,7 @@ pub async fn rotate(
         (SubjectKind::Keys, EventId::KeysRotated),
         "",
         format!("{caller}: {}", key_step.describe()),
-        now.wall,
+        now.wall_time,
     );
     Ok(Json(api.leader_state()?.keys()))
 }

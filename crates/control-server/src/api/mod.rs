@@ -1,5 +1,5 @@
 //! Handlers of the HTTP API. The doc comment of each endpoint's function is its description, and a line in
-//! [`endpoints`] has its role. `coreward_http::endpoints` has the common parts.
+//! [`build_endpoints`] has its role. `coreward_http::endpoints` has the common parts.
 //!
 //! * [`events`]: events, found by polling the status
 //! * [`feed`]: updates for watchers
@@ -26,19 +26,19 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::IntoResponse;
 use coreward_api::Role;
-use coreward_http::endpoints::{AccessControl, Endpoints, MAX_FLEET_DOCUMENT_BYTES};
-use coreward_http::serve::{Acceptor, Listener, RunningServer};
-use coreward_http::tokens::Tokens;
-use coreward_http::work::{self, WorkSize};
+use coreward_http::endpoints::{AccessControl, ApiEndpoints, MAX_FLEET_DOCUMENT_BYTES};
+use coreward_http::serve::{ApiListener, RunningApiServer, StreamAcceptor};
+use coreward_http::tokens::ApiTokens;
+use coreward_http::work::{self, RequestWorkSize};
 use coreward_http::{Problem, ProblemKind, routes};
 use tokio::signal::unix::Signal;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::server::controller_state::ControllerState;
-use crate::server::leader_election::{Leader, LeaderElection, is_caused_by_deposition};
+use crate::server::leader_election::{LeaderElection, LeaderRecord, is_caused_by_deposition};
 use coreward_daemon::priority::lower_thread_priority;
-use coreward_store::StoreError;
-use events::EventLog;
+use coreward_store::FleetStoreError;
+use events::FleetEventLog;
 use feed::StatusFeed;
 
 /// Interval at which the fleet is polled for new events.
@@ -49,27 +49,27 @@ const API_DESCRIPTION: &str = "State and control of a coreward controller (layer
 
 /// State that all handlers share.
 #[derive(Clone)]
-pub struct Api {
+pub struct ApiState {
     election: Arc<LeaderElection>,
     access_control: Arc<AccessControl>,
-    events: Arc<EventLog>,
+    events: Arc<FleetEventLog>,
     status_feed: Arc<StatusFeed>,
     openapi_document: Arc<std::sync::OnceLock<String>>,
 }
 
-impl Api {
+impl ApiState {
     /// Returns the state of this controller if it leads the fleet. Fails otherwise.
     fn leader_state(&self) -> Result<Arc<ControllerState>, Problem> {
         self.election.leader_state().map_err(|_| self.not_leading_problem(None))
     }
 }
 
-impl Api {
+impl ApiState {
     /// Returns the HTTP problem that explains why a change was not made.
     fn failed_change_problem(&self, error: &anyhow::Error) -> Problem {
         if is_caused_by_deposition(error) || self.election.leader_state().is_err() {
             self.not_leading_problem(Some(error))
-        } else if error.downcast_ref::<StoreError>().is_some() {
+        } else if error.downcast_ref::<FleetStoreError>().is_some() {
             Problem::new(ProblemKind::NotStored, format!("{error:#}")).with_retry_after(10)
         } else {
             Problem::internal_error(error)
@@ -84,41 +84,41 @@ impl Api {
             (None, None) => "this controller does not lead, and no other one does at this moment".to_owned(),
         };
         let problem = Problem::new(ProblemKind::NotLeading, error_detail).with_retry_after(1);
-        let Some(Leader { address, api }) = leader else { return problem };
+        let Some(LeaderRecord { address, api }) = leader else { return problem };
         Problem { leader: Some(address.to_string().into()), leader_api: api.map(Into::into), ..problem }
     }
 }
 
-fn endpoints(access_control: Arc<AccessControl>) -> Endpoints<Api> {
+fn build_endpoints(access_control: Arc<AccessControl>) -> ApiEndpoints<ApiState> {
     let viewer_role = Role::Viewer;
-    Endpoints::new(access_control, "coreward controller", API_DESCRIPTION)
-        .add(viewer_role, routes!(status_handlers::version))
-        .add(viewer_role, routes!(status_handlers::health))
-        .add(viewer_role, routes!(status_handlers::status))
-        .add(viewer_role, routes!(status_handlers::services))
-        .add(viewer_role, routes!(status_handlers::service))
-        .add(viewer_role, routes!(status_handlers::servers))
-        .add(viewer_role, routes!(status_handlers::server))
-        .add(viewer_role, routes!(drains::drain_status))
-        .add(Role::Operator, routes!(drains::drain, drains::undrain))
-        .add(viewer_role, routes!(status_handlers::load_balancers))
-        .add(viewer_role, routes!(status_handlers::load_balancer))
-        .add(viewer_role, routes!(status_handlers::loads))
-        .add(viewer_role, routes!(status_handlers::tables))
-        .add(viewer_role, routes!(status_handlers::table))
-        .add(viewer_role, routes!(explain::explain))
-        .add(viewer_role, routes!(keys::keys))
-        .add(Role::Operator, routes!(keys::rotate))
-        .add(viewer_role, routes!(fleet_handlers::fleet))
-        .add(viewer_role, routes!(fleet_handlers::acknowledgements))
-        .add(Role::Operator, routes!(audit::audit))
-        .add(Role::Operator, routes!(audit::forget))
+    ApiEndpoints::new(access_control, "coreward controller", API_DESCRIPTION)
+        .add_endpoint(viewer_role, routes!(status_handlers::get_version))
+        .add_endpoint(viewer_role, routes!(status_handlers::health))
+        .add_endpoint(viewer_role, routes!(status_handlers::get_status))
+        .add_endpoint(viewer_role, routes!(status_handlers::get_services))
+        .add_endpoint(viewer_role, routes!(status_handlers::get_service))
+        .add_endpoint(viewer_role, routes!(status_handlers::get_servers))
+        .add_endpoint(viewer_role, routes!(status_handlers::get_server))
+        .add_endpoint(viewer_role, routes!(drains::drain_status))
+        .add_endpoint(Role::Operator, routes!(drains::drain_server, drains::undrain_server))
+        .add_endpoint(viewer_role, routes!(status_handlers::load_balancers))
+        .add_endpoint(viewer_role, routes!(status_handlers::load_balancer))
+        .add_endpoint(viewer_role, routes!(status_handlers::loads))
+        .add_endpoint(viewer_role, routes!(status_handlers::tables))
+        .add_endpoint(viewer_role, routes!(status_handlers::table))
+        .add_endpoint(viewer_role, routes!(explain::explain))
+        .add_endpoint(viewer_role, routes!(keys::keys))
+        .add_endpoint(Role::Operator, routes!(keys::rotate_keys))
+        .add_endpoint(viewer_role, routes!(fleet_handlers::fleet))
+        .add_endpoint(viewer_role, routes!(fleet_handlers::acknowledgements))
+        .add_endpoint(Role::Operator, routes!(audit::audit))
+        .add_endpoint(Role::Operator, routes!(audit::forget_load_balancer))
         .add_with_body_limit(Role::Operator, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::put_fleet))
-        .add_with_body_limit(viewer_role, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::check))
-        .add(viewer_role, routes!(watch::events))
-        .add(viewer_role, routes!(watch::watch))
-        .add(viewer_role, routes!(dashboard::log_in, dashboard::log_out))
-        .add(viewer_role, routes!(openapi))
+        .add_with_body_limit(viewer_role, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::check_fleet_document))
+        .add_endpoint(viewer_role, routes!(watch::events))
+        .add_endpoint(viewer_role, routes!(watch::watch_fleet))
+        .add_endpoint(viewer_role, routes!(dashboard::log_in, dashboard::log_out))
+        .add_endpoint(viewer_role, routes!(get_openapi_document))
 }
 
 /// OpenAPI document of the API
@@ -126,37 +126,37 @@ fn endpoints(access_control: Arc<AccessControl>) -> Endpoints<Api> {
     get, path = "/v1/openapi.json",
     responses((status = 200, description = "OpenAPI 3.1", body = serde_json::Value))
 )]
-async fn openapi(State(api): State<Api>) -> impl IntoResponse {
+async fn get_openapi_document(State(api): State<ApiState>) -> impl IntoResponse {
     let document = api.openapi_document.get().cloned().unwrap_or_default();
     ([(header::CONTENT_TYPE, "application/json")], document)
 }
 
 /// Returns the router of all endpoints, with the state that its handlers share.
-fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
+fn build_router(election: Arc<LeaderElection>, tokens: Arc<ApiTokens>) -> anyhow::Result<(Router, ApiState)> {
     let access_control =
         Arc::new(AccessControl::new(tokens, election.security.revocation_list.clone(), election.api_requests.clone()));
-    let api = Api {
+    let api = ApiState {
         election,
         access_control: access_control.clone(),
         events: Arc::default(),
         status_feed: Arc::default(),
         openapi_document: Arc::default(),
     };
-    let (router, document) = endpoints(access_control).into_parts();
+    let (router, document) = build_endpoints(access_control).into_parts();
     let openapi_text = document.to_json().context("the OpenAPI document cannot be written")?;
     api.openapi_document.get_or_init(|| openapi_text);
-    Ok((router.merge(dashboard::routes()).with_state(api.clone()), api))
+    Ok((router.merge(dashboard::dashboard_routes()).with_state(api.clone()), api))
 }
 
 /// Serves the API until the returned value is dropped. Fails if no thread can be created.
-pub fn serve(
-    listener: Listener,
-    acceptor: impl Acceptor,
+pub fn serve_api(
+    listener: ApiListener,
+    acceptor: impl StreamAcceptor,
     election: Arc<LeaderElection>,
-    tokens: Arc<Tokens>,
+    tokens: Arc<ApiTokens>,
     hangup: Signal,
-) -> anyhow::Result<RunningServer> {
-    let (router, api) = router(election, tokens)?;
+) -> anyhow::Result<RunningApiServer> {
+    let (router, api) = build_router(election, tokens)?;
     let access_control = api.access_control.clone();
     let on_thread_start = || lower_thread_priority("API worker");
     listener.serve(acceptor, router, on_thread_start, async move {
@@ -179,7 +179,7 @@ async fn reload_tokens_on_sighup(access_control: &AccessControl, mut hangup: Sig
 }
 
 /// Records events and updates the watchers' documents at regular intervals. Never returns.
-async fn update_watchers_loop(api: Api) {
+async fn update_watchers_loop(api: ApiState) {
     let mut loads_timer = tokio::time::interval(feed::MIN_LOADS_INTERVAL);
     loads_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut next_overview_time = Instant::now();
@@ -192,11 +192,11 @@ async fn update_watchers_loop(api: Api) {
         }
         let api = api.clone();
         // The update runs as separate work, because thousands of servers take some time.
-        let update_task = work::run_on_worker(WorkSize::Small, move || {
+        let update_task = work::run_on_worker(RequestWorkSize::Small, move || {
             if is_overview_due {
                 let now = controller_state.now();
                 let overview = controller_state.overview(now);
-                api.events.record_changes(&overview, now.wall);
+                api.events.record_overview_changes(&overview, now.wall_time);
                 api.status_feed.publish_overview(overview);
             }
             api.status_feed.publish_loads(|| controller_state.loads());

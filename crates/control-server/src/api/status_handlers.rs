@@ -10,17 +10,17 @@ use coreward_api::types::{
 };
 use coreward_api::{Caller, Role};
 use coreward_http::extract::{Json, Path, Query};
-use coreward_http::work::{JsonAnswer, WorkSize, compute_answer};
+use coreward_http::work::{JsonAnswer, RequestWorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
 
-use super::Api;
+use super::ApiState;
 use crate::server::controller_state::ControllerState;
 
 #[utoipa::path(
     get, path = "/v1/version",
     responses((status = 200, description = "Versions of program and API", body = Version))
 )]
-pub async fn version() -> Json<Version> {
+pub async fn get_version() -> Json<Version> {
     Json(Version { version: env!("CARGO_PKG_VERSION").to_owned(), api: "v1".to_owned() })
 }
 
@@ -29,7 +29,7 @@ pub async fn version() -> Json<Version> {
     get, path = "/v1/health",
     responses((status = 200, description = "State of this controller", body = Health))
 )]
-pub async fn health(State(api): State<Api>) -> Json<Health> {
+pub async fn health(State(api): State<ApiState>) -> Json<Health> {
     let state = match api.leader_state() {
         Ok(controller_state) if controller_state.are_tables_allowed() => HealthState::Ready,
         Ok(_) => HealthState::Settling,
@@ -46,17 +46,21 @@ pub async fn health(State(api): State<Api>) -> Json<Health> {
     params(StatusQuery),
     responses((status = 200, description = "Full status", body = Status))
 )]
-pub async fn status(
-    State(api): State<Api>,
+pub async fn get_status(
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
     let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(WorkSize::Small, move || Ok(controller_state.status(query.rss_keys))).await
+    compute_answer(RequestWorkSize::Small, move || Ok(controller_state.status(query.rss_keys))).await
 }
 
 /// Returns the controller's state. Fails if the query requests more than this caller may read.
-fn state_visible_to_caller(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
+fn state_visible_to_caller(
+    api: &ApiState,
+    caller: Caller,
+    query: StatusQuery,
+) -> Result<Arc<ControllerState>, Problem> {
     if query.rss_keys && caller.role < Role::Operator {
         let error_detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";
         return Err(Problem::new(ProblemKind::Forbidden, error_detail));
@@ -69,13 +73,13 @@ fn state_visible_to_caller(api: &Api, caller: Caller, query: StatusQuery) -> Res
     params(StatusQuery),
     responses((status = 200, description = "All services", body = Services))
 )]
-pub async fn services(
-    State(api): State<Api>,
+pub async fn get_services(
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
     let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         Ok(Services { services: controller_state.services(query.rss_keys, controller_state.now()) })
     })
     .await
@@ -91,14 +95,14 @@ pub async fn services(
          content_type = "application/problem+json"),
     )
 )]
-pub async fn service(
-    State(api): State<Api>,
+pub async fn get_service(
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
     let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         let service_status = controller_state.service(&name, query.rss_keys, controller_state.now());
         service_status.ok_or_else(|| Problem::not_found("service", &name))
     })
@@ -111,13 +115,13 @@ pub async fn service(
     params(StatusQuery),
     responses((status = 200, description = "All servers", body = Servers))
 )]
-pub async fn servers(
-    State(api): State<Api>,
+pub async fn get_servers(
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
     let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         Ok(Servers { servers: controller_state.servers(query.rss_keys, controller_state.now()) })
     })
     .await
@@ -133,14 +137,14 @@ pub async fn servers(
          content_type = "application/problem+json"),
     )
 )]
-pub async fn server(
-    State(api): State<Api>,
+pub async fn get_server(
+    State(api): State<ApiState>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
     let controller_state = state_visible_to_caller(&api, caller, query)?;
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         let server_status = controller_state.server(&name, query.rss_keys, controller_state.now());
         server_status.ok_or_else(|| Problem::not_found("server", &name))
     })
@@ -151,10 +155,12 @@ pub async fn server(
     get, path = "/v1/load-balancers",
     responses((status = 200, description = "All load balancers", body = LoadBalancers))
 )]
-pub async fn load_balancers(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
+pub async fn load_balancers(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || Ok(LoadBalancers { load_balancers: controller_state.load_balancers() }))
-        .await
+    compute_answer(RequestWorkSize::Small, move || {
+        Ok(LoadBalancers { load_balancers: controller_state.load_balancers() })
+    })
+    .await
 }
 
 /// State of one load balancer
@@ -167,9 +173,9 @@ pub async fn load_balancers(State(api): State<Api>) -> Result<JsonAnswer, Proble
          content_type = "application/problem+json"),
     )
 )]
-pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
+pub async fn load_balancer(State(api): State<ApiState>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         let balancer_status = controller_state.load_balancers().into_iter().find(|balancer| balancer.name == name);
         balancer_status.ok_or_else(|| Problem::not_found("load balancer", &name))
     })
@@ -178,9 +184,9 @@ pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> 
 
 /// Load of every core of every server, and counters
 #[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "Loads and counters", body = Loads)))]
-pub async fn loads(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
+pub async fn loads(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || Ok(controller_state.loads())).await
+    compute_answer(RequestWorkSize::Small, move || Ok(controller_state.loads())).await
 }
 
 /// Newest table of every service, without contents
@@ -188,9 +194,9 @@ pub async fn loads(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     get, path = "/v1/tables",
     responses((status = 200, description = "Summary of each table", body = Tables))
 )]
-pub async fn tables(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
+pub async fn tables(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         Ok(controller_state.lock_controller().table_summaries(controller_state.now()))
     })
     .await
@@ -206,9 +212,9 @@ pub async fn tables(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
          content_type = "application/problem+json"),
     )
 )]
-pub async fn table(State(api): State<Api>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
+pub async fn table(State(api): State<ApiState>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || {
+    compute_answer(RequestWorkSize::Small, move || {
         controller_state.table(&name).ok_or_else(|| Problem::not_found("table of service", &name))
     })
     .await

@@ -16,15 +16,15 @@ use tokio::time::Instant;
 use tokio_stream::Stream;
 use utoipa::IntoParams;
 
-use super::Api;
-use super::events::MAX_EVENTS;
-use super::feed::Watcher;
+use super::ApiState;
+use super::events::MAX_STORED_EVENTS;
+use super::feed::FleetWatcher;
 use crate::server::controller_state::ControllerState;
 
 /// Interval of keep-alive messages. If they are absent, both sides detect a broken connection.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Delay after which browsers reconnect to the stream.
-const RECONNECT_DELAY: Duration = Duration::from_secs(1);
+const WATCHER_RECONNECT_DELAY: Duration = Duration::from_secs(1);
 
 /// Stored events of the fleet
 #[utoipa::path(
@@ -32,15 +32,18 @@ const RECONNECT_DELAY: Duration = Duration::from_secs(1);
     params(EventsQuery),
     responses((status = 200, description = "Events", body = Events))
 )]
-pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
+pub async fn events(State(api): State<ApiState>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
     api.leader_state()?;
-    if query.after > MAX_SAFE_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_EVENTS).contains(&limit.into())) {
-        let error_detail = format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_EVENTS}");
+    if query.after > MAX_SAFE_INTEGER
+        || query.limit.is_some_and(|limit| !(1..=MAX_STORED_EVENTS).contains(&limit.into()))
+    {
+        let error_detail =
+            format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_STORED_EVENTS}");
         return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
-    let max_event_count = query.limit.map_or(MAX_EVENTS, usize::from);
+    let max_event_count = query.limit.map_or(MAX_STORED_EVENTS, usize::from);
     Ok(Json(Events {
-        run_id: api.events.run_id().to_owned(),
+        run_id: api.events.controller_run_id().to_owned(),
         events: api.events.events_after(query.after, max_event_count),
     }))
 }
@@ -50,12 +53,12 @@ pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) ->
 #[into_params(parameter_in = Query)]
 pub struct WatchQuery {
     /// Time between two `loads` messages (ms).
-    #[serde(default = "default_interval_ms")]
+    #[serde(default = "default_loads_interval_ms")]
     #[param(value_type = Option<u32>, minimum = 250, maximum = 60000, default = 1000)]
     interval_ms: u32,
 }
 
-fn default_interval_ms() -> u32 {
+fn default_loads_interval_ms() -> u32 {
     1000
 }
 
@@ -70,8 +73,8 @@ fn default_interval_ms() -> u32 {
     params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Id of the last received event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream", body = String))
 )]
-pub async fn watch(
-    State(api): State<Api>,
+pub async fn watch_fleet(
+    State(api): State<ApiState>,
     headers: HeaderMap,
     Query(query): Query<WatchQuery>,
 ) -> Result<Sse<impl Stream<Item = Result<sse::Event, Infallible>>>, Problem> {
@@ -83,15 +86,16 @@ pub async fn watch(
     let controller_state = api.leader_state()?;
     let last_event_header = headers.get("last-event-id").and_then(|id| id.to_str().ok());
     let run_id_and_event_id =
-        last_event_header.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.run_id());
+        last_event_header.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.controller_run_id());
     let last_event_id = run_id_and_event_id.and_then(|(_, id)| id.parse().ok());
-    let mut watcher = api.status_feed.subscribe()?;
+    let mut watcher = api.status_feed.subscribe_watcher()?;
     watcher.overview_receiver.mark_changed();
-    let missed_events =
-        api.events.events_after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_EVENTS } else { 100 });
+    let missed_events = api
+        .events
+        .events_after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_STORED_EVENTS } else { 100 });
     let watcher_updates = WatcherUpdates {
         controller_state,
-        permission_changes: api.access_control.permission_changes(),
+        permission_changes: api.access_control.subscribe_to_permission_changes(),
         newest_event_id_receiver: api.events.subscribe_to_newest_id(),
         last_queued_event_id: missed_events.last().map(|event| event.id).or(last_event_id).unwrap_or(0),
         pending_events: missed_events.into(),
@@ -101,7 +105,7 @@ pub async fn watch(
         api,
     };
     let stream = futures_util::stream::unfold(watcher_updates, async |mut watcher_updates| {
-        let sse_event = watcher_updates.next_message().await?;
+        let sse_event = watcher_updates.next_sse_message().await?;
         Some((Ok(sse_event), watcher_updates))
     });
     Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE_INTERVAL)))
@@ -109,11 +113,11 @@ pub async fn watch(
 
 /// State of one watcher's stream, with the updates that the watcher still has to get.
 struct WatcherUpdates {
-    api: Api,
+    api: ApiState,
     controller_state: Arc<ControllerState>,
     /// Receiver of changes of permissions, after which the watcher must authenticate again.
     permission_changes: tokio::sync::watch::Receiver<u64>,
-    watcher: Watcher,
+    watcher: FleetWatcher,
     newest_event_id_receiver: tokio::sync::watch::Receiver<u64>,
     /// Id of the newest event that was sent or is in `pending_events`.
     last_queued_event_id: u64,
@@ -124,14 +128,19 @@ struct WatcherUpdates {
 
 impl WatcherUpdates {
     /// Returns the next message, or `None` if another controller leads or the watcher must authenticate again.
-    async fn next_message(&mut self) -> Option<sse::Event> {
+    async fn next_sse_message(&mut self) -> Option<sse::Event> {
         loop {
             if !self.controller_state.is_leading() {
                 return None;
             }
             if let Some(event) = self.pending_events.pop_front() {
-                let id = format!("{}-{}", self.api.events.run_id(), event.id);
-                return sse::Event::default().event("event").id(id).retry(RECONNECT_DELAY).json_data(event).ok();
+                let id = format!("{}-{}", self.api.events.controller_run_id(), event.id);
+                return sse::Event::default()
+                    .event("event")
+                    .id(id)
+                    .retry(WATCHER_RECONNECT_DELAY)
+                    .json_data(event)
+                    .ok();
             }
             let loads_timer = tokio::time::sleep_until(self.loads_due_at);
             tokio::select! {
@@ -147,7 +156,7 @@ impl WatcherUpdates {
                 }
                 changed = self.newest_event_id_receiver.changed() => {
                     changed.ok()?;
-                    let events = self.api.events.events_after(self.last_queued_event_id, MAX_EVENTS);
+                    let events = self.api.events.events_after(self.last_queued_event_id, MAX_STORED_EVENTS);
                     self.last_queued_event_id = events.last().map_or(self.last_queued_event_id, |event| event.id);
                     self.pending_events.extend(events);
                 }

@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use coreward_config::Source;
+use coreward_config::TomlSource;
 
 use super::*;
 
 const CONTROLLER_TOML: &str = "listen = \"127.0.0.1:7400\"\nstore = \"/var/lib/coreward/controller.redb\"\n";
 
 fn parse_controller_config(text: &str) -> Result<ControllerConfig, String> {
-    let source = Source::from_text("/etc/coreward/controller.toml", text);
+    let source = TomlSource::from_text("/etc/coreward/controller.toml", text);
     ControllerConfig::parse(&source).map_err(|mistakes| mistakes.to_string())
 }
 
@@ -49,7 +49,8 @@ fn controller_file_is_parsed_and_mistakes_name_their_keys() {
 #[test]
 fn reload_names_the_keys_that_need_a_restart() {
     let old_config = parse_controller_config(CONTROLLER_TOML).unwrap();
-    let keys_needing_restart = |text: &str| old_config.keys_needing_restart(&parse_controller_config(text).unwrap());
+    let keys_needing_restart =
+        |text: &str| old_config.config_keys_needing_restart(&parse_controller_config(text).unwrap());
     assert!(keys_needing_restart(CONTROLLER_TOML).is_empty());
     let reloadable_text =
         format!("{CONTROLLER_TOML}fleet = \"fleet.toml\"\nrevoked_certificates = [\"{}\"]\n", "ab".repeat(32));
@@ -73,13 +74,13 @@ fn all_mistakes_are_reported_at_once() {
     let file = directory.path().join("controller.toml");
     let text = "listen = 5\napi = \"10.1.0.1:7401\"\nstore = \"s\"\nfoo = 1\n[etcd]\nendpoints = [\"https://a:1\"]\n";
     let mistakes =
-        ControllerConfig::parse(&Source::from_text(file.to_str().unwrap(), text)).unwrap_err().shown_diagnostics;
+        ControllerConfig::parse(&TomlSource::from_text(file.to_str().unwrap(), text)).unwrap_err().shown_diagnostics;
     let keys: Vec<&str> = mistakes.iter().map(|mistake| &*mistake.key).collect();
     assert_eq!(keys, ["listen", "api", "foo", "etcd"], "{mistakes:?}");
 
     let text = "listen = 5\nstore = \"s\"\n[tls]\nca = \"ca\"\ncertificate = \"crt\"\nkey = \"key\"\n";
     let mistakes =
-        ControllerConfig::parse(&Source::from_text(file.to_str().unwrap(), text)).unwrap_err().shown_diagnostics;
+        ControllerConfig::parse(&TomlSource::from_text(file.to_str().unwrap(), text)).unwrap_err().shown_diagnostics;
     let keys: Vec<&str> = mistakes.iter().map(|mistake| &*mistake.key).collect();
     assert_eq!(keys, ["listen", "tls.ca", "tls.certificate", "tls.key"], "{mistakes:?}");
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    BoundedDuration, FromToml, MINUTE_NS, Reader, SECOND_NS, Span, Spanned, config_struct, parse_text, serde_json,
+    BoundedDuration, FromToml, MINUTE_NS, SECOND_NS, Span, Spanned, TomlReader, config_struct, parse_text, serde_json,
 };
 use serde_json::{Value, json};
 
@@ -43,11 +43,11 @@ pub struct EtcdTlsConfig {
 
 config_struct! {
     /// `[etcd]`.
-    pub struct EtcdFile {
+    pub struct EtcdSection {
         /// http://HOST:PORT or https://HOST:PORT of every member of etcd.
-        pub endpoints: Vec<Spanned<Endpoint>>,
+        pub endpoints: Vec<Spanned<EtcdEndpoint>>,
         /// Prefix of all keys, unique for the fleet.
-        pub prefix: KeyPrefix = KeyPrefix("/coreward".to_owned()),
+        pub prefix: EtcdKeyPrefix = EtcdKeyPrefix("/coreward".to_owned()),
         /// Time for which the leader continues without etcd, and for which no controller leads after the leader's
         /// failure; whole seconds.
         pub lease: Spanned<BoundedDuration<{ 2 * SECOND_NS }, MINUTE_NS>> =
@@ -55,15 +55,15 @@ config_struct! {
         /// This controller's address and port in the daemons' files; default: `listen`.
         pub advertise: Option<SocketAddr>,
         /// https://HOST:PORT of this controller's API, as in its certificate; default: from `api`.
-        pub advertise_api: Option<ApiAddress>,
+        pub advertise_api: Option<ApiUrl>,
         /// Certificates for TLS with etcd.
-        pub tls: Option<Spanned<EtcdTlsFile>>,
+        pub tls: Option<Spanned<EtcdTlsSection>>,
     }
 }
 
 config_struct! {
     /// `[etcd.tls]`.
-    pub struct EtcdTlsFile {
+    pub struct EtcdTlsSection {
         /// File with the trusted authorities of etcd's certificate (PEM).
         pub ca: PathBuf,
         /// File with the controller's own certificate (PEM), if etcd requires one.
@@ -74,18 +74,20 @@ config_struct! {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Endpoint(pub String);
+pub struct EtcdEndpoint(pub String);
 
-impl FromToml for Endpoint {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+impl FromToml for EtcdEndpoint {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {
             let host_and_port = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
             let is_valid = host_and_port.is_some_and(is_host_and_port);
-            is_valid.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
+            is_valid
+                .then(|| Self(text.to_owned()))
+                .ok_or_else(|| format!("{text:?}: expected {}", Self::describe_valid_values()))
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "a member of etcd, as \"https://10.1.0.5:2379\"".to_owned()
     }
 
@@ -95,17 +97,19 @@ impl FromToml for Endpoint {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ApiAddress(pub String);
+pub struct ApiUrl(pub String);
 
-impl FromToml for ApiAddress {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+impl FromToml for ApiUrl {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {
             let is_valid = text.strip_prefix("https://").is_some_and(is_host_and_port);
-            is_valid.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
+            is_valid
+                .then(|| Self(text.to_owned()))
+                .ok_or_else(|| format!("{text:?}: expected {}", Self::describe_valid_values()))
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "where an API is, as \"https://controller1.example:7401\"".to_owned()
     }
 
@@ -122,19 +126,21 @@ fn is_host_and_port(host_and_port: &str) -> bool {
 
 /// Prefix of all keys in etcd.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KeyPrefix(pub String);
+pub struct EtcdKeyPrefix(pub String);
 
-impl FromToml for KeyPrefix {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+impl FromToml for EtcdKeyPrefix {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {
             let is_unreserved = |segment: &str| !coreward_etcd::RESERVED_KEY_SEGMENTS.contains(&segment);
             let is_valid = text.len() > 1 && text.starts_with('/') && !text.ends_with('/') && !text.contains(' ');
             let is_valid = is_valid && text.split('/').all(is_unreserved);
-            is_valid.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
+            is_valid
+                .then(|| Self(text.to_owned()))
+                .ok_or_else(|| format!("{text:?}: expected {}", Self::describe_valid_values()))
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         let reserved_segments = coreward_etcd::RESERVED_KEY_SEGMENTS.join(", ");
         format!(
             "what all keys in etcd begin with: a slash first, none at the end, and no segment of {reserved_segments}, \
@@ -148,7 +154,7 @@ impl FromToml for KeyPrefix {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct ListenAddresses {
+pub struct ControllerListenAddresses {
     /// Address at which the controller listens for daemons.
     pub daemons: Option<SocketAddr>,
     /// Address at which the controller listens for clients of the API.
@@ -158,10 +164,10 @@ pub struct ListenAddresses {
 /// Returns the store that the file configures, which must be exactly one. `fleet` is the location of the `fleet` key.
 pub fn store_location(
     store: Option<PathBuf>,
-    etcd: Option<Spanned<EtcdFile>>,
-    listens: ListenAddresses,
+    etcd: Option<Spanned<EtcdSection>>,
+    listens: ControllerListenAddresses,
     fleet: Option<Span>,
-    reader: &mut Reader<'_>,
+    reader: &mut TomlReader<'_>,
 ) -> Option<StoreLocation> {
     match (store, etcd) {
         (Some(path), None) => Some(StoreLocation::Embedded(path)),
@@ -169,18 +175,18 @@ pub fn store_location(
             if let Some(span) = fleet {
                 let message = "several controllers may each have another file: expected no `fleet` with [etcd], but \
                                `coreward apply` with the file";
-                reader.report(span, message);
+                reader.report_mistake(span, message);
             }
             parse_etcd_config(etcd, listens, reader).map(StoreLocation::Etcd)
         }
         (Some(_), Some(etcd)) => {
             let message =
                 "both `store` and [etcd]: expected one of them (`coreward store copy` moves what is on record)";
-            reader.report(etcd.span(), message);
+            reader.report_mistake(etcd.span(), message);
             None
         }
         (None, None) => {
-            reader.report(
+            reader.report_mistake(
                 0..0,
                 "neither `store` nor [etcd]: expected `store = \"/var/lib/coreward/controller.redb\"`, or [etcd] for \
                  several controllers",
@@ -191,32 +197,31 @@ pub fn store_location(
 }
 
 fn parse_etcd_config(
-    etcd: Spanned<EtcdFile>,
-    listen_addresses: ListenAddresses,
-    reader: &mut Reader<'_>,
+    etcd: Spanned<EtcdSection>,
+    listen_addresses: ControllerListenAddresses,
+    reader: &mut TomlReader<'_>,
 ) -> Option<EtcdConfig> {
     let etcd_span = etcd.span();
-    let EtcdFile { endpoints, prefix, lease, advertise, advertise_api, tls } = etcd.into_inner();
+    let EtcdSection { endpoints, prefix, lease, advertise, advertise_api, tls } = etcd.into_inner();
     if endpoints.is_empty() && !reader.has_diagnostics() {
-        reader.report(etcd_span.clone(), "no endpoints: expected at least one member of etcd");
+        reader.report_mistake(etcd_span.clone(), "no endpoints: expected at least one member of etcd");
     }
-    let checked_endpoints = check_endpoints(&endpoints, tls.is_some(), reader);
+    let checked_endpoints = check_etcd_endpoints(&endpoints, tls.is_some(), reader);
     let BoundedDuration(time) = *lease.get_ref();
     if time.subsec_nanos() != 0 {
-        reader.report(lease.span(), "a lease in parts of a second: expected whole seconds");
+        reader.report_mistake(lease.span(), "a lease in parts of a second: expected whole seconds");
     }
     let advertised_address = advertise.or(listen_addresses.daemons);
     if let Some(advertise) = advertised_address.filter(|advertise| advertise.ip().is_unspecified()) {
         let message = format!(
             "others cannot reach {advertise}: expected `advertise`, the address at which daemons reach this controller"
         );
-        reader.report(etcd_span, message);
+        reader.report_mistake(etcd_span, message);
     }
     let tls = tls.and_then(|tls| check_etcd_tls(tls, reader));
     let advertised_address = advertised_address.filter(|_| !reader.has_diagnostics())?;
-    let advertised_api_url = advertise_api
-        .map(|ApiAddress(url)| url)
-        .or_else(|| advertised_api_url(listen_addresses.api, advertised_address));
+    let advertised_api_url =
+        advertise_api.map(|ApiUrl(url)| url).or_else(|| advertised_api_url(listen_addresses.api, advertised_address));
     Some(EtcdConfig {
         endpoints: checked_endpoints,
         key_prefix: prefix.0,
@@ -229,32 +234,36 @@ fn parse_etcd_config(
 
 /// Returns the URLs of etcd's members. Reports duplicates, and URLs whose scheme does not fit `has_tls` (whether TLS is
 /// configured).
-fn check_endpoints(endpoints: &[Spanned<Endpoint>], has_tls: bool, reader: &mut Reader<'_>) -> Vec<String> {
+fn check_etcd_endpoints(
+    endpoints: &[Spanned<EtcdEndpoint>],
+    has_tls: bool,
+    reader: &mut TomlReader<'_>,
+) -> Vec<String> {
     let mut checked_endpoints: Vec<String> = Vec::new();
     for endpoint in endpoints {
-        let Endpoint(text) = endpoint.get_ref();
+        let EtcdEndpoint(text) = endpoint.get_ref();
         if checked_endpoints.contains(text) {
-            reader.report(endpoint.span(), format!("{text} is named twice: expected each member once"));
+            reader.report_mistake(endpoint.span(), format!("{text} is named twice: expected each member once"));
         }
         let is_encrypted = text.starts_with("https://");
         if is_encrypted != has_tls {
             let expected_form =
                 if is_encrypted { "[etcd.tls] with `ca`" } else { "https:// where there is [etcd.tls]" };
-            reader.report(endpoint.span(), format!("{text}: expected {expected_form}"));
+            reader.report_mistake(endpoint.span(), format!("{text}: expected {expected_form}"));
         }
         checked_endpoints.push(text.clone());
     }
     checked_endpoints
 }
 
-fn check_etcd_tls(tls: Spanned<EtcdTlsFile>, reader: &mut Reader<'_>) -> Option<EtcdTlsConfig> {
+fn check_etcd_tls(tls: Spanned<EtcdTlsSection>, reader: &mut TomlReader<'_>) -> Option<EtcdTlsConfig> {
     let tls_span = tls.span();
-    let EtcdTlsFile { ca, certificate, key } = tls.into_inner();
+    let EtcdTlsSection { ca, certificate, key } = tls.into_inner();
     let client_certificate_and_key_files = match (certificate, key) {
         (None, None) => None,
         (Some(certificate), Some(key)) => Some((reader.resolve_path(&certificate), reader.resolve_path(&key))),
         _ => {
-            reader.report(tls_span, "only one of `certificate` and `key`: expected both, or neither");
+            reader.report_mistake(tls_span, "only one of `certificate` and `key`: expected both, or neither");
             return None;
         }
     };

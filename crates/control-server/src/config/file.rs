@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use coreward_config::{LocatedValue, Secret, Spanned, config_struct};
 use coreward_model::rss::RssKey;
-use coreward_tls::certificate::Fingerprint;
+use coreward_tls::certificate::CertificateFingerprint;
 
 use super::DEFAULT_API_ADDRESS;
-use super::etcd::EtcdFile;
+use super::etcd::EtcdSection;
 
 const FLEET_FILE_HINT: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
 
@@ -26,7 +26,7 @@ config_struct! {
         /// without [etcd].
         pub store: Option<PathBuf>,
         /// Records in etcd, shared by several controllers, one of which leads.
-        pub etcd: Option<Spanned<EtcdFile>>,
+        pub etcd: Option<Spanned<EtcdSection>>,
         /// Address and port of the metrics for Prometheus; by default no metrics are served.
         pub metrics: Option<SocketAddr>,
         /// The fleet's file, relative to this file's directory; by default `coreward apply` sets the document.
@@ -37,7 +37,7 @@ config_struct! {
         /// This controller's certificate, and its trusted authorities.
         pub tls: Option<coreward_tls::CredentialFiles>,
         /// Certificates that are rejected although they are valid, because their keys were lost.
-        pub revoked_certificates: Vec<Fingerprint>,
+        pub revoked_certificates: Vec<CertificateFingerprint>,
         /// Without `[tls]`: accept plain connections from other hosts without a warning at every start.
         pub allow_plaintext: bool = false,
     }

@@ -8,12 +8,12 @@ pub mod file;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use coreward_config::{Reader, Secret, Spanned, config_file};
+use coreward_config::{Secret, Spanned, TomlReader, config_file};
 use coreward_listener::security::ListenerConfig;
 use coreward_model::rss::RssKey;
-use coreward_tls::certificate::Fingerprint;
+use coreward_tls::certificate::CertificateFingerprint;
 
-use etcd::{EtcdConfig, ListenAddresses};
+use etcd::{ControllerListenAddresses, EtcdConfig};
 use file::ControllerFile;
 
 pub const DEFAULT_API_ADDRESS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7401);
@@ -34,7 +34,7 @@ pub struct ControllerConfig {
     /// Files of the controller's own certificate, or `None` if connections are neither encrypted nor authenticated.
     pub credential_files: Option<coreward_tls::CredentialFiles>,
     /// Fingerprints of certificates that are rejected although they are valid.
-    pub revoked_certificates: Vec<Fingerprint>,
+    pub revoked_certificates: Vec<CertificateFingerprint>,
     /// Whether the controller intentionally listens beyond this host without TLS, so that it logs no warning.
     pub allow_plaintext: bool,
 }
@@ -58,7 +58,7 @@ impl StoreLocation {
 
 impl ControllerConfig {
     /// Returns the keys that are read only at the start and whose values differ in `new`.
-    pub fn keys_needing_restart(&self, new: &Self) -> Vec<&'static str> {
+    pub fn config_keys_needing_restart(&self, new: &Self) -> Vec<&'static str> {
         let changed_keys = [
             ("listen", self.listen_address != new.listen_address),
             ("api", self.api_listen_address != new.api_listen_address),
@@ -81,12 +81,12 @@ impl ControllerConfig {
         }
     }
 
-    fn from_file(file: ControllerFile, reader: &mut Reader<'_>) -> Option<Self> {
+    fn from_file(file: ControllerFile, reader: &mut TomlReader<'_>) -> Option<Self> {
         let listen_address = file.listen.value;
         let api_listen_address = *file.api.get_ref();
         if file.tls.is_none() && !api_listen_address.ip().is_loopback() {
             let expected_address = "expected `[tls]`, or an address of this host only, as \"127.0.0.1:7401\"";
-            reader.report(
+            reader.report_mistake(
                 file.api.span(),
                 format!("tokens would pass a network in clear to {api_listen_address}: {expected_address}"),
             );
@@ -95,7 +95,7 @@ impl ControllerConfig {
         let store_location = etcd::store_location(
             file.store,
             file.etcd,
-            ListenAddresses { daemons: listen_address, api: api_listen_address },
+            ControllerListenAddresses { daemons: listen_address, api: api_listen_address },
             fleet_key_span,
             reader,
         )?;

@@ -10,39 +10,39 @@ use coreward_api::types::{Keys, LoadBalancer, Loads, Overview, OverviewService, 
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::component;
 use coreward_metrics::latency::LatencyHistogram;
-use coreward_metrics::snapshot::Snapshot;
-use coreward_model::policy::Pool;
+use coreward_metrics::snapshot::MetricsSnapshot;
+use coreward_model::policy::ServerPool;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{ServiceIndex, table};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-use coreward_controller::explain::{ExplainError, ServiceView};
-use coreward_controller::on_change::InputCursor;
-use coreward_controller::{Controller, NewTable, Now, ServiceIndexes, metrics, tables};
+use coreward_controller::explain::{ExplainError, ServiceSnapshot};
+use coreward_controller::on_change::InputPollCursor;
+use coreward_controller::{Controller, NewPlacementTable, Now, ServicePositions, metrics, tables};
 use coreward_fleet::audit::ChangeAuthor;
 use coreward_fleet::clock::{RecordClock, wall_clock_time};
-use coreward_fleet::config::TableTiming;
+use coreward_fleet::config::PlacementTableTiming;
 use coreward_fleet::fleet::{Fleet, FleetServer};
 use coreward_metrics::metrics;
-use coreward_metrics::table::{Component, Histogram, histogram};
+use coreward_metrics::table::{Component, HistogramMetric, declare_histogram};
 
 use super::socket_query_relay::SocketQueryRelay;
-use super::state_manager::{RecordChange, StateCounters};
-use super::table_budget::TableBudget;
+use super::state_manager::{FleetStateCounters, RecordChange};
+use super::table_budget::TableCpuBudget;
 use super::update_publisher::UpdatePublisher;
 
 metrics! {
-    TABLE_BUILD_DELAY_SECONDS: Histogram = histogram(
+    TABLE_BUILD_DELAY_SECONDS: HistogramMetric = declare_histogram(
         "coreward_table_build_delay_seconds", &[Component::Controller],
         "Time from a server's newest report to the tables that contain it",
     );
-    TABLE_PROPAGATION_SECONDS: Histogram = histogram(
+    TABLE_PROPAGATION_SECONDS: HistogramMetric = declare_histogram(
         "coreward_table_propagation_seconds", &[Component::Controller],
         "Time from the receipt of the report that triggers a table until a load balancer acknowledges the table",
     );
-    REPORT_SENT_TO_KERNEL_SECONDS: Histogram = histogram(
+    REPORT_SENT_TO_KERNEL_SECONDS: HistogramMetric = declare_histogram(
         "coreward_report_sent_to_kernel_seconds", &[Component::Controller],
         "Like coreward_table_propagation_seconds, but from the send time at the agent, by two machines' wall clocks",
     );
@@ -54,12 +54,12 @@ pub struct ControllerState {
     leadership: Option<Arc<Leadership>>,
     pub publisher: UpdatePublisher,
     tables_due_notification: Notify,
-    table_budget: TableBudget,
+    table_budget: TableCpuBudget,
     /// Number of changes of agents' configurations so far. Agents' streams wait until it changes.
     agent_configuration_version_sender: watch::Sender<u64>,
     pub socket_query_relay: SocketQueryRelay,
     is_deposed_sender: watch::Sender<bool>,
-    change_request_sender: mpsc::Sender<ChangeRequest>,
+    change_request_sender: mpsc::Sender<RecordChangeRequest>,
     /// Whether tables may be made. After a restart, they must wait for agents' reports.
     are_tables_allowed: AtomicBool,
     /// Inputs of the newest published configuration that are not part of the fleet document or its records.
@@ -68,18 +68,18 @@ pub struct ControllerState {
     report_to_table_latency: Mutex<LatencyHistogram>,
     start_time: Instant,
     clock: RecordClock,
-    state_counters: Arc<StateCounters>,
+    state_counters: Arc<FleetStateCounters>,
 }
 
 /// Requested change of the records, with its author and a channel to the waiting caller.
-pub struct ChangeRequest {
+pub struct RecordChangeRequest {
     pub change: RecordChange,
     pub author: ChangeAuthor,
     /// Sender of the result, which is used when the change is active or rejected.
-    pub reply_sender: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
+    pub reply_sender: oneshot::Sender<anyhow::Result<RecordChangeOutcome>>,
 }
 
-impl ChangeRequest {
+impl RecordChangeRequest {
     pub fn without_reply(change: RecordChange, author: ChangeAuthor) -> Self {
         Self { change, author, reply_sender: oneshot::channel().0 }
     }
@@ -87,7 +87,7 @@ impl ChangeRequest {
 
 /// Result of one change, which later changes do not affect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ChangeOutcome {
+pub struct RecordChangeOutcome {
     /// Whether the change has led to a new configuration.
     pub has_new_configuration: bool,
     /// Generation of the fleet document after the change.
@@ -110,16 +110,16 @@ impl ControllerState {
     /// Returns the state, and the receiver of requested changes.
     pub fn new(
         controller: Controller,
-        (clock, state_counters): (RecordClock, Arc<StateCounters>),
+        (clock, state_counters): (RecordClock, Arc<FleetStateCounters>),
         leadership: Option<Arc<Leadership>>,
-    ) -> (Self, mpsc::Receiver<ChangeRequest>) {
-        let start_time = Now { monotonic: Duration::ZERO, wall: wall_clock_time(), record_time: clock.now() };
+    ) -> (Self, mpsc::Receiver<RecordChangeRequest>) {
+        let start_time = Now { monotonic_time: Duration::ZERO, wall_time: wall_clock_time(), record_time: clock.now() };
         let configuration = controller.fleet_configuration(start_time);
         let (change_requests, receiver) = mpsc::channel(CHANGE_QUEUE_LENGTH);
         let state = Self {
             publisher: UpdatePublisher::new(configuration),
             tables_due_notification: Notify::new(),
-            table_budget: TableBudget::default(),
+            table_budget: TableCpuBudget::default(),
             agent_configuration_version_sender: watch::Sender::new(0),
             socket_query_relay: SocketQueryRelay::default(),
             leadership,
@@ -127,7 +127,7 @@ impl ControllerState {
             change_request_sender: change_requests,
             are_tables_allowed: AtomicBool::new(false),
             last_published_inputs: Mutex::new(LastPublishedInputs {
-                live_load_balancers: controller.live_load_balancers(start_time),
+                live_load_balancers: controller.live_load_balancer_names(start_time),
                 ..LastPublishedInputs::default()
             }),
             report_to_table_latency: Mutex::default(),
@@ -140,14 +140,21 @@ impl ControllerState {
     }
 
     /// Requests a change by the controller itself, and waits until it is active. Fails if it cannot be written.
-    pub async fn change(&self, request_own_change: RecordChange) -> anyhow::Result<ChangeOutcome> {
+    pub async fn request_change_by_controller(
+        &self,
+        request_own_change: RecordChange,
+    ) -> anyhow::Result<RecordChangeOutcome> {
         self.request_change(ChangeAuthor::controller(), request_own_change).await
     }
 
-    pub async fn request_change(&self, author: ChangeAuthor, change: RecordChange) -> anyhow::Result<ChangeOutcome> {
+    pub async fn request_change(
+        &self,
+        author: ChangeAuthor,
+        change: RecordChange,
+    ) -> anyhow::Result<RecordChangeOutcome> {
         let (reply_sender, outcome) = oneshot::channel();
         self.change_request_sender
-            .send(ChangeRequest { change, author, reply_sender })
+            .send(RecordChangeRequest { change, author, reply_sender })
             .await
             .context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
@@ -175,7 +182,7 @@ impl ControllerState {
     }
 
     pub fn now(&self) -> Now {
-        Now { monotonic: self.start_time.elapsed(), wall: wall_clock_time(), record_time: self.clock.now() }
+        Now { monotonic_time: self.start_time.elapsed(), wall_time: wall_clock_time(), record_time: self.clock.now() }
     }
 
     /// Locks the controller. Callers hold the lock for microseconds only, and never across an await.
@@ -206,14 +213,14 @@ impl ControllerState {
 
     /// Returns the status of all services, with full RSS keys if `includes_rss_keys` is set.
     pub fn services(&self, includes_rss_keys: bool, now: Now) -> Vec<Service> {
-        (0..).map_while(|position| self.service_at(position, includes_rss_keys, now)).collect()
+        (0..).map_while(|position| self.service_at_position(position, includes_rss_keys, now)).collect()
     }
 
     /// Returns the status of the service with this name, as in [`ControllerState::services`].
     pub fn service(&self, name: &str, includes_rss_keys: bool, now: Now) -> Option<Service> {
         loop {
             let service_position = self.lock_controller().service_position(name)?;
-            let service = self.service_at(service_position, includes_rss_keys, now);
+            let service = self.service_at_position(service_position, includes_rss_keys, now);
             // Another document may have changed the position meanwhile.
             if service.as_ref().is_some_and(|service| service.name == name) {
                 return service;
@@ -243,8 +250,9 @@ impl ControllerState {
     /// Returns the part of the status that changes rarely.
     pub fn overview(&self, now: Now) -> Overview {
         let mut overview = self.lock_controller().overview_summary(now);
-        let read_service =
-            |controller: &Controller, position, pool: Option<&Pool>| controller.overview_service(position, pool, now);
+        let read_service = |controller: &Controller, position, pool: Option<&ServerPool>| {
+            controller.overview_service(position, pool, now)
+        };
         overview.keys = self.add_waiting_agents(overview.keys, now);
         overview.servers = self.map_servers(|controller, id, server| controller.overview_server(id, server, now));
         let server_names: HashMap<u32, &String> =
@@ -268,12 +276,12 @@ impl ControllerState {
     }
 
     /// Returns a snapshot of this service, to explain its placements. Fails if no service has this address.
-    pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, ExplainError> {
+    pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceSnapshot, ExplainError> {
         let now = self.now();
-        let service_view = self.lock_controller().service_view(address, now)?;
+        let service_view = self.lock_controller().service_snapshot(address, now)?;
         let servers =
-            self.map_servers(|controller, id, server| controller.viewed_server(&service_view, id, server, now));
-        Ok(service_view.with_servers(servers))
+            self.map_servers(|controller, id, server| controller.snapshot_server(&service_view, id, server, now));
+        Ok(service_view.with_snapshot_servers(servers))
     }
 
     /// Returns the newest placement table of the service, or `None` if the service is unknown or has no table yet.
@@ -289,7 +297,7 @@ impl ControllerState {
         loop {
             let previous_count = values.len();
             self.with_lock(|controller| {
-                for (id, server) in controller.servers_after(last_id).take(MAX_SERVERS_PER_LOCK) {
+                for (id, server) in controller.servers_after_id(last_id).take(MAX_SERVERS_PER_LOCK) {
                     values.push(to_value(controller, id, server));
                     last_id = Some(id);
                 }
@@ -305,14 +313,14 @@ impl ControllerState {
         &self,
         service_position: usize,
         now: Now,
-        service_reader: impl FnOnce(&Controller, usize, Option<&Pool>) -> Option<T>,
+        service_reader: impl FnOnce(&Controller, usize, Option<&ServerPool>) -> Option<T>,
     ) -> Option<T> {
         let uncached_pool = self.make_uncached_pool(service_position, now);
         self.with_lock(|controller| service_reader(controller, service_position, uncached_pool.as_ref()))
     }
 
-    fn service_at(&self, service_position: usize, includes_rss_keys: bool, now: Now) -> Option<Service> {
-        let read_status = |controller: &Controller, position, pool: Option<&Pool>| {
+    fn service_at_position(&self, service_position: usize, includes_rss_keys: bool, now: Now) -> Option<Service> {
+        let read_status = |controller: &Controller, position, pool: Option<&ServerPool>| {
             controller.service_status(position, pool, includes_rss_keys, now)
         };
         Some(self.add_members(service_position, self.read_service(service_position, now, read_status)?, now))
@@ -323,7 +331,7 @@ impl ControllerState {
         let (mut members, mut last_id) = (Vec::new(), None);
         loop {
             let member_batch = self.with_lock(|controller| {
-                controller.members_after((service_position, service.address), last_id, MAX_SERVERS_PER_LOCK, now)
+                controller.members_after_id((service_position, service.address), last_id, MAX_SERVERS_PER_LOCK, now)
             });
             let Some((batch_end, _)) = member_batch.last() else { return service.with_members(members) };
             last_id = Some(*batch_end);
@@ -332,7 +340,7 @@ impl ControllerState {
     }
 
     /// Returns the service's pool if none is cached. Making it takes tens of ms for thousands of servers.
-    fn make_uncached_pool(&self, service_position: usize, now: Now) -> Option<Pool> {
+    fn make_uncached_pool(&self, service_position: usize, now: Now) -> Option<ServerPool> {
         if !self.lock_controller().needs_pool(service_position)? {
             return None;
         }
@@ -359,10 +367,10 @@ impl ControllerState {
         self.are_tables_allowed.load(Ordering::Relaxed)
     }
 
-    pub fn metrics(&self) -> Snapshot {
+    pub fn metrics_snapshot(&self) -> MetricsSnapshot {
         let now = self.now();
-        let mut snapshot = component::base_snapshot(Component::Controller);
-        metrics::add_status_metrics(&mut snapshot, &self.status(false), now.wall);
+        let mut snapshot = component::base_metrics_snapshot(Component::Controller);
+        metrics::add_status_metrics(&mut snapshot, &self.status(false), now.wall_time);
         self.lock_controller().add_metrics(&mut snapshot, now);
         self.state_counters.add_metrics(&mut snapshot);
         let latency_histogram = *self.report_to_table_latency.lock();
@@ -391,8 +399,8 @@ impl ControllerState {
             (controller.fleet().table_updates, controller.fleet().report_interval)
         };
         match table_timing {
-            TableTiming::Interval => self.make_all_tables(now),
-            TableTiming::OnChange => {
+            PlacementTableTiming::Interval => self.make_all_tables(now),
+            PlacementTableTiming::OnChange => {
                 self.poll_all_inputs(now, true);
                 self.tables_due_notification.notify_one();
             }
@@ -404,7 +412,7 @@ impl ControllerState {
     /// Makes the tables of all services, as `table_updates = "interval"` requires.
     fn make_all_tables(&self, now: Now) {
         let previous_tables_made_at =
-            std::mem::replace(&mut self.lock_published_inputs().last_tables_made_at, now.monotonic);
+            std::mem::replace(&mut self.lock_published_inputs().last_tables_made_at, now.monotonic_time);
         let (tables, report_arrival_times) = {
             let mut controller = self.lock_controller();
             let tables = controller.end_report_interval(now);
@@ -439,7 +447,7 @@ impl ControllerState {
     pub fn on_loads_updated(&self) {
         if self.may_make_tables() {
             self.make_tables_within_budget();
-            self.on_inputs_changed();
+            self.on_table_inputs_changed();
         }
     }
 
@@ -448,7 +456,7 @@ impl ControllerState {
     }
 
     /// Notifies the table scheduler that inputs of tables may have changed.
-    pub fn on_inputs_changed(&self) {
+    pub fn on_table_inputs_changed(&self) {
         if self.may_make_tables() {
             self.tables_due_notification.notify_one();
         }
@@ -459,14 +467,14 @@ impl ControllerState {
         self.are_tables_allowed() && self.lock_controller().has_due_table()
     }
 
-    fn publish_new_tables(&self, tables: &[NewTable], report_arrival_times: impl Iterator<Item = Duration>) {
+    fn publish_new_tables(&self, tables: &[NewPlacementTable], report_arrival_times: impl Iterator<Item = Duration>) {
         self.publisher.publish_tables(tables.iter().map(|new_table| {
             (new_table.service_index, table::encode_table(new_table.service_index, &new_table.table))
         }));
         let publication_time = self.start_time.elapsed();
         let mut latency_histogram = self.report_to_table_latency.lock();
         report_arrival_times
-            .for_each(|arrival_time| latency_histogram.observe(publication_time.saturating_sub(arrival_time)));
+            .for_each(|arrival_time| latency_histogram.observe_latency(publication_time.saturating_sub(arrival_time)));
         drop(latency_histogram);
         let predecessor_change_count = self.lock_controller().predecessor_change_count();
         if std::mem::replace(&mut self.lock_published_inputs().predecessor_change_count, predecessor_change_count)
@@ -482,7 +490,7 @@ impl ControllerState {
 
     fn publish_live_load_balancers(&self, now: Now) {
         let controller = self.lock_controller();
-        let live_load_balancers = controller.live_load_balancers(now);
+        let live_load_balancers = controller.live_load_balancer_names(now);
         let mut last_published_inputs = self.lock_published_inputs();
         if last_published_inputs.live_load_balancers != live_load_balancers {
             last_published_inputs.live_load_balancers = live_load_balancers;
@@ -494,9 +502,9 @@ impl ControllerState {
         let now = self.now();
         let remaining_services: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
         // No caller waits for the encoding, or until the old configuration is dropped.
-        let live_load_balancers = self.lock_controller().live_load_balancers(now);
+        let live_load_balancers = self.lock_controller().live_load_balancer_names(now);
         let configuration = fleet.load_balancer_configuration(|name| live_load_balancers.contains(name));
-        let service_indexes = ServiceIndexes::for_fleet(&fleet);
+        let service_indexes = ServicePositions::for_fleet(&fleet);
         let old_configuration = self.lock_controller().configure_with_indexes(fleet, service_indexes);
         drop(old_configuration);
         // Earlier tables may contain servers that are gone, which the data plane skips.
@@ -507,8 +515,8 @@ impl ControllerState {
         }
         let table_updates = self.lock_controller().fleet().table_updates;
         match table_updates {
-            TableTiming::Interval => self.make_all_tables(now),
-            TableTiming::OnChange => self.poll_inputs(),
+            PlacementTableTiming::Interval => self.make_all_tables(now),
+            PlacementTableTiming::OnChange => self.poll_inputs(),
         }
     }
 
@@ -518,14 +526,14 @@ impl ControllerState {
             return;
         }
         let table_updates = self.lock_controller().fleet().table_updates;
-        if table_updates == TableTiming::OnChange {
+        if table_updates == PlacementTableTiming::OnChange {
             self.poll_all_inputs(self.now(), false);
             self.tables_due_notification.notify_one();
         }
     }
 
     fn poll_all_inputs(&self, now: Now, has_interval_ended: bool) {
-        let mut next_cursor = Some(InputCursor::default());
+        let mut next_cursor = Some(InputPollCursor::default());
         while let Some(cursor) = next_cursor {
             next_cursor = self.with_lock(|controller| controller.poll_inputs_from(cursor, now, has_interval_ended));
         }

@@ -7,7 +7,7 @@ use std::io;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use coreward_tls::Role;
+use coreward_tls::FleetRole;
 use coreward_tls::acceptor::AcceptedConnection;
 use tokio::runtime::{Handle, Runtime};
 use tokio::sync::mpsc;
@@ -15,18 +15,18 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::{ControlService, server_builder, size_limited_control_service};
+use super::{ControlService, grpc_server_builder, size_limited_control_service};
 use crate::server::leader_election::LeaderElection;
 
 const CONNECTION_QUEUE_LENGTH: usize = 64;
 
-pub struct LbRuntime {
+pub struct LbConnectionRuntime {
     runtime: Option<Runtime>,
     connection_sender: mpsc::Sender<io::Result<AcceptedConnection>>,
     server_task: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
-impl LbRuntime {
+impl LbConnectionRuntime {
     /// Starts the runtime's thread. Fails if the thread cannot be created.
     pub fn start(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -36,7 +36,7 @@ impl LbRuntime {
             .build()
             .context("no thread for load balancers")?;
         let (connections, receiver) = mpsc::channel(CONNECTION_QUEUE_LENGTH);
-        let server = server_builder().add_service(size_limited_control_service(ControlService { election }));
+        let server = grpc_server_builder().add_service(size_limited_control_service(ControlService { election }));
         let server_task = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
         Ok(Self { runtime: Some(runtime), connection_sender: connections, server_task })
     }
@@ -76,7 +76,7 @@ impl LbRuntime {
     }
 }
 
-impl Drop for LbRuntime {
+impl Drop for LbConnectionRuntime {
     fn drop(&mut self) {
         // The runtime shuts down in the background, because asynchronous code must not wait for a thread to end.
         if let Some(runtime) = self.runtime.take() {
@@ -86,7 +86,7 @@ impl Drop for LbRuntime {
 }
 
 fn is_from_load_balancer(connection: &AcceptedConnection) -> bool {
-    connection.caller().identity.as_ref().is_some_and(|identity| identity.role == Role::Lb)
+    connection.caller().identity.as_ref().is_some_and(|identity| identity.role == FleetRole::Lb)
 }
 
 fn move_connection_to_runtime(

@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use coreward_config::read_secret;
-use coreward_etcd::cluster::Cluster;
-use coreward_etcd::leadership::{Candidate, LeaderState, Leadership};
+use coreward_etcd::cluster::EtcdClusterClient;
+use coreward_etcd::leadership::{LeaderCandidate, LeaderState, Leadership};
 use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
 use coreward_http::endpoints::RequestCounts;
 use coreward_metrics::component;
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_tls::FileWatcher;
 use coreward_wire::LEADER_HEADER;
 use parking_lot::Mutex;
@@ -26,27 +26,27 @@ use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use coreward_listener::security::ListenerSecurity;
 use coreward_metrics::metrics;
 use coreward_metrics::table::MetricKind::{Counter, Gauge};
-use coreward_metrics::table::{Component, Family, Histogram, family, histogram};
-use coreward_store::StoreError;
+use coreward_metrics::table::{Component, HistogramMetric, MetricFamily, declare_family, declare_histogram};
+use coreward_store::FleetStoreError;
 
 metrics! {
-    API_REQUESTS_TOTAL: Family<1> = family(
+    API_REQUESTS_TOTAL: MetricFamily<1> = declare_family(
         Counter, "coreward_api_requests_total", &["status"], &[Component::Controller],
         "Requests to the HTTP API, by status",
     );
-    CONTROLLER_IS_LEADER: Family<0> = family(
+    CONTROLLER_IS_LEADER: MetricFamily<0> = declare_family(
         Gauge, "coreward_controller_is_leader", &[], &[Component::Controller],
         "1: this controller leads; 0: another one does, or none",
     );
-    LEADER_TERM: Family<0> = family(
+    LEADER_TERM: MetricFamily<0> = declare_family(
         Gauge, "coreward_leader_term", &[], &[Component::Controller],
         "Term of this leader, with etcd",
     );
-    LEADER_LEASE_SECONDS: Family<0> = family(
+    LEADER_LEASE_SECONDS: MetricFamily<0> = declare_family(
         Gauge, "coreward_leader_lease_seconds", &[], &[Component::Controller],
         "Remaining lease of this leader, with etcd",
     );
-    ETCD_REQUEST_SECONDS: Histogram = histogram(
+    ETCD_REQUEST_SECONDS: HistogramMetric = declare_histogram(
         "coreward_etcd_request_seconds", &[Component::Controller],
         "Duration of requests to etcd",
     );
@@ -54,7 +54,7 @@ metrics! {
 
 /// Record in etcd that describes the leader.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Leader {
+pub struct LeaderRecord {
     pub address: SocketAddr,
     /// URL (`https://HOST:PORT`) of the leader's API. `None` if the API listens on its own host only, or if the
     /// leader's version is too old to report the URL.
@@ -62,7 +62,7 @@ pub struct Leader {
     pub api: Option<String>,
 }
 
-impl fmt::Display for Leader {
+impl fmt::Display for LeaderRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.api {
             Some(api) => write!(f, "{} (API: {api})", self.address),
@@ -72,16 +72,16 @@ impl fmt::Display for Leader {
 }
 
 #[derive(Clone)]
-enum Role {
+enum ElectionRole {
     Leader(Arc<ControllerState>),
     /// Another controller leads, which the record describes, or no controller leads (`None`).
-    Follower(Option<Leader>),
+    Follower(Option<LeaderRecord>),
 }
 
 /// Last known role of this controller in the leader election, and the state that does not depend on the role.
 pub struct LeaderElection {
-    role: Mutex<Role>,
-    cluster: Option<Arc<Cluster>>,
+    role: Mutex<ElectionRole>,
+    cluster: Option<Arc<EtcdClusterClient>>,
     pub security: Arc<ListenerSecurity>,
     pub api_requests: Arc<RequestCounts>,
 }
@@ -89,9 +89,9 @@ pub struct LeaderElection {
 impl LeaderElection {
     /// Returns an election without a leader. `cluster` is the connection to the etcd cluster in which the election
     /// takes place.
-    pub fn new(cluster: Option<Arc<Cluster>>, security: ListenerSecurity) -> Self {
+    pub fn new(cluster: Option<Arc<EtcdClusterClient>>, security: ListenerSecurity) -> Self {
         Self {
-            role: Mutex::new(Role::Follower(None)),
+            role: Mutex::new(ElectionRole::Follower(None)),
             cluster,
             security: Arc::new(security),
             api_requests: Arc::default(),
@@ -99,19 +99,19 @@ impl LeaderElection {
     }
 
     pub fn become_leader(&self, state: Arc<ControllerState>) {
-        self.set_role(Role::Leader(state));
+        self.set_role(ElectionRole::Leader(state));
     }
 
     /// Records that another controller leads, or that none does.
-    pub fn become_follower(&self, leader: Option<Leader>) {
-        self.set_role(Role::Follower(leader));
+    pub fn become_follower(&self, leader: Option<LeaderRecord>) {
+        self.set_role(ElectionRole::Follower(leader));
     }
 
-    fn set_role(&self, role: Role) {
+    fn set_role(&self, role: ElectionRole) {
         *self.role.lock() = role;
     }
 
-    fn role(&self) -> Role {
+    fn role(&self) -> ElectionRole {
         self.role.lock().clone()
     }
 
@@ -119,28 +119,28 @@ impl LeaderElection {
     /// UNAVAILABLE and the leader's address.
     pub fn leader_state(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
-            Role::Leader(state) if state.is_leading() => Ok(state),
-            Role::Leader(_) => Err(not_leading_status(None)),
-            Role::Follower(leader) => Err(not_leading_status(leader)),
+            ElectionRole::Leader(state) if state.is_leading() => Ok(state),
+            ElectionRole::Leader(_) => Err(not_leading_status(None)),
+            ElectionRole::Follower(leader) => Err(not_leading_status(leader)),
         }
     }
 
     /// Returns the record of the leader if another controller leads.
-    pub fn other_leader(&self) -> Option<Leader> {
+    pub fn other_leader(&self) -> Option<LeaderRecord> {
         match self.role() {
-            Role::Leader(_) => None,
-            Role::Follower(leader) => leader,
+            ElectionRole::Leader(_) => None,
+            ElectionRole::Follower(leader) => leader,
         }
     }
 
-    pub fn metrics(&self) -> Snapshot {
+    pub fn metrics_snapshot(&self) -> MetricsSnapshot {
         let leader_state = self.leader_state().ok();
         let mut snapshot = match &leader_state {
-            Some(state) => state.metrics(),
-            None => component::base_snapshot(Component::Controller),
+            Some(state) => state.metrics_snapshot(),
+            None => component::base_metrics_snapshot(Component::Controller),
         };
         self.security.add_metrics(&mut snapshot);
-        for (status, count) in self.api_requests.counts_by_status() {
+        for (status, count) in self.api_requests.request_counts_by_status() {
             snapshot.add_value(&API_REQUESTS_TOTAL, [&status.to_string()], count as f64);
         }
         snapshot.add_value(&CONTROLLER_IS_LEADER, [], f64::from(u8::from(leader_state.is_some())));
@@ -173,8 +173,8 @@ impl LeaderElection {
 }
 
 /// Returns the error with which a follower answers requests. It contains the leader's address.
-pub fn not_leading_status(leader: Option<Leader>) -> Status {
-    let Some(Leader { address, .. }) = leader else {
+pub fn not_leading_status(leader: Option<LeaderRecord>) -> Status {
+    let Some(LeaderRecord { address, .. }) = leader else {
         return Status::unavailable("this controller does not lead, and no other one does at this moment");
     };
     let mut status = Status::unavailable(format!("this controller does not lead: {address} does"));
@@ -186,20 +186,20 @@ pub fn not_leading_status(leader: Option<Leader>) -> Status {
 
 /// Returns whether the error means that a change failed, or may have failed, because this controller was deposed.
 pub fn is_caused_by_deposition(error: &anyhow::Error) -> bool {
-    let etcd_error = error.chain().find_map(|cause| match cause.downcast_ref::<StoreError>() {
-        Some(StoreError::Etcd(error)) => Some(error),
+    let etcd_error = error.chain().find_map(|cause| match cause.downcast_ref::<FleetStoreError>() {
+        Some(FleetStoreError::Etcd(error)) => Some(error),
         _ => cause.downcast_ref::<EtcdError>(),
     });
     matches!(etcd_error, Some(EtcdError::Deposed(_) | EtcdError::Unreachable { .. }))
 }
 
 /// Waits until this controller leads. Until then, records in `election` which controller leads.
-pub async fn campaign(
+pub async fn campaign_for_leadership(
     election: &Arc<LeaderElection>,
-    cluster: &Arc<Cluster>,
+    cluster: &Arc<EtcdClusterClient>,
     config: &EtcdConfig,
 ) -> anyhow::Result<Leadership> {
-    let candidate = candidate(config)?;
+    let candidate = build_candidate(config)?;
     let (election, campaign_cluster) = (election.clone(), cluster.clone());
     let on_leader_state = move |leader_state| match leader_state {
         LeaderState::NoLeader => {
@@ -207,8 +207,8 @@ pub async fn campaign(
             election.become_follower(None);
         }
         LeaderState::Leader(value) => {
-            let leader = serde_json::from_str::<Leader>(&value).ok();
-            let name = leader.as_ref().map_or(value, Leader::to_string);
+            let leader = serde_json::from_str::<LeaderRecord>(&value).ok();
+            let name = leader.as_ref().map_or(value, LeaderRecord::to_string);
             tracing::info!(
                 event = "following",
                 leader = name,
@@ -225,21 +225,24 @@ pub async fn campaign(
             election.become_follower(None);
         }
     };
-    let campaign = cluster.spawn(async move { candidate.campaign(campaign_cluster, on_leader_state).await });
+    let campaign =
+        cluster.spawn(async move { candidate.campaign_until_elected(campaign_cluster, on_leader_state).await });
     campaign.await.context("the thread for etcd has ended")
 }
 
-pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
-    let leader_record =
-        serde_json::to_string(&Leader { address: config.advertised_address, api: config.advertised_api_url.clone() })?;
-    Ok(Candidate { key_prefix: config.key_prefix.clone(), leader_record, lease_duration: config.lease_duration })
+pub fn build_candidate(config: &EtcdConfig) -> anyhow::Result<LeaderCandidate> {
+    let leader_record = serde_json::to_string(&LeaderRecord {
+        address: config.advertised_address,
+        api: config.advertised_api_url.clone(),
+    })?;
+    Ok(LeaderCandidate { key_prefix: config.key_prefix.clone(), leader_record, lease_duration: config.lease_duration })
 }
 
 /// Returns a description of the present leader. Fails if etcd does not answer. Asynchronous code must not call it.
 pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = connect_cluster(config)?;
-    Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
-        LeaderState::Leader(value) => match serde_json::from_str::<Leader>(&value) {
+    Ok(match cluster.block_on(build_candidate(config)?.read_leader(&cluster))? {
+        LeaderState::Leader(value) => match serde_json::from_str::<LeaderRecord>(&value) {
             Ok(leader) => format!("controller {leader} leads"),
             Err(_) => format!("{value} leads"),
         },
@@ -248,16 +251,16 @@ pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
 }
 
 /// Connects to etcd. Must not be called from asynchronous code. Fails if a file of `[etcd.tls]` is unusable.
-pub fn connect_cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
+pub fn connect_cluster(config: &EtcdConfig) -> anyhow::Result<Arc<EtcdClusterClient>> {
     let tls = config.tls.as_ref().map(read_tls_options).transpose()?;
-    Ok(Arc::new(Cluster::new(&config.endpoints, tls.as_ref())?))
+    Ok(Arc::new(EtcdClusterClient::new(&config.endpoints, tls.as_ref())?))
 }
 
 /// Loads the files of `[etcd.tls]` again when they change. An unusable file changes nothing. Never returns.
-pub async fn reload_changed_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
+pub async fn reload_changed_certificates(cluster: &Arc<EtcdClusterClient>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
     let client_files = files.client_certificate_and_key_files.iter().flat_map(|(certificate, key)| [certificate, key]);
-    let watcher = FileWatcher::of(std::iter::once(&files.ca_file).chain(client_files));
+    let watcher = FileWatcher::from_paths(std::iter::once(&files.ca_file).chain(client_files));
     loop {
         watcher.wait_for_change().await;
         watcher.record_modification_times();
@@ -285,8 +288,8 @@ pub async fn reload_changed_certificates(cluster: &Arc<Cluster>, config: &EtcdCo
 
 fn read_tls_options(files: &EtcdTlsConfig) -> anyhow::Result<TlsOptions> {
     let read_file = |path: &std::path::Path| {
-        let expected_file = || format!("{}: expected a readable file in PEM", path.display());
-        std::fs::read(path).with_context(expected_file)
+        let describe_expected_file = || format!("{}: expected a readable file in PEM", path.display());
+        std::fs::read(path).with_context(describe_expected_file)
     };
     let mut tls_options = TlsOptions::new().ca_certificate(Certificate::from_pem(read_file(&files.ca_file)?));
     if let Some((certificate, key)) = &files.client_certificate_and_key_files {

@@ -6,27 +6,27 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use coreward_rpc::invalid_argument_status;
-use coreward_tls::Role;
+use coreward_tls::FleetRole;
 use coreward_wire::address::parse_optional_address;
-use coreward_wire::sanitize::sanitize;
-use coreward_wire::{HealthMessage, ServiceIndex, SocketAnswer, SocketQuery, TrafficMessage, v1};
+use coreward_wire::sanitize::sanitize_string;
+use coreward_wire::{HealthMessage, ServiceIndex, SocketAnswer, SocketQuery, TrafficCountsMessage, v1};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
 use super::controller_state::ControllerState;
 use super::leader_election::not_leading_status;
-use super::rejection_status::rejection_status;
+use super::rejection_status::grpc_status_for_rejection;
 use super::state_manager::RecordChange;
-use super::update_publisher::{ConfigUpdate, PendingUpdates, UpdateCursor};
+use super::update_publisher::{EncodedConfigUpdate, PendingSessionUpdates, SentUpdateCursor};
 use coreward_listener::security::AuthenticatedPeer;
 
-type UpdateSender = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
+type DataplaneUpdateSender = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
 
-pub async fn serve(
+pub async fn serve_load_balancer(
     controller_state: Arc<ControllerState>,
     peer: AuthenticatedPeer,
     mut messages: Streaming<v1::LoadBalancerMessage>,
-    update_sender: UpdateSender,
+    update_sender: DataplaneUpdateSender,
 ) {
     let (name, session) = match register_load_balancer(&controller_state, &peer, &mut messages).await {
         Ok(name_and_session) => name_and_session,
@@ -49,8 +49,8 @@ pub async fn serve(
     );
     let answers = controller_state.socket_query_relay.register_load_balancer_session(session);
     tokio::select! {
-        () = process_messages(&controller_state, &name, session, &mut messages) => {}
-        () = send_updates(&controller_state, UpdateCursor::default(), answers, &update_sender) => {}
+        () = process_load_balancer_messages(&controller_state, &name, session, &mut messages) => {}
+        () = send_updates(&controller_state, SentUpdateCursor::default(), answers, &update_sender) => {}
         _ = controller_state.wait_until_deposed() => {
             let _ = update_sender.send(Err(not_leading_status(None))).await;
         }
@@ -62,14 +62,15 @@ pub async fn serve(
 
 async fn end_session(controller_state: &ControllerState, name: String, session: u64) {
     let now = controller_state.now();
-    if controller_state.lock_controller().load_balancers.disconnect(session, now) {
+    if controller_state.lock_controller().load_balancers.end_session(session, now) {
         tracing::info!(
             event = "load-balancer-disconnected",
             load_balancer = name,
             "the stream of the load balancer to the controller has ended"
         );
-        if let Err(error) =
-            controller_state.change(RecordChange::RecordLoadBalancerDisconnect { name: name.clone() }).await
+        if let Err(error) = controller_state
+            .request_change_by_controller(RecordChange::RecordLoadBalancerDisconnect { name: name.clone() })
+            .await
         {
             tracing::warn!(
                 event = "departure-not-stored",
@@ -88,16 +89,18 @@ async fn register_load_balancer(
     peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<(String, u64), Status> {
-    let Registration { name, address, generation_in_force } = read_registration(messages).await?;
-    peer.require_role_and_name(Role::Lb, &name)?;
+    let LoadBalancerRegistration { load_balancer_name: name, address, generation_in_force } =
+        read_registration(messages).await?;
+    peer.require_role_and_name(FleetRole::Lb, &name)?;
     let now = controller_state.now();
     let session = controller_state
         .lock_controller()
         .register_load_balancer(&name, now)
-        .map_err(|rejection| rejection_status(&rejection))?;
+        .map_err(|rejection| grpc_status_for_rejection(&rejection))?;
     controller_state.lock_controller().record_active_configuration(session, generation_in_force);
-    if let Err(error) =
-        controller_state.change(RecordChange::RegisterLoadBalancer { name: name.clone(), address }).await
+    if let Err(error) = controller_state
+        .request_change_by_controller(RecordChange::RegisterLoadBalancer { name: name.clone(), address })
+        .await
     {
         end_session(controller_state, name, session).await;
         return Err(Status::unavailable(format!("{error:#}")));
@@ -105,14 +108,16 @@ async fn register_load_balancer(
     Ok((name, session))
 }
 
-struct Registration {
-    name: String,
+struct LoadBalancerRegistration {
+    load_balancer_name: String,
     address: Option<IpAddr>,
     /// Generation of the configuration that is active at the load balancer.
     generation_in_force: u64,
 }
 
-async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Registration, Status> {
+async fn read_registration(
+    messages: &mut Streaming<v1::LoadBalancerMessage>,
+) -> Result<LoadBalancerRegistration, Status> {
     let first_message = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.message()).await;
     let message = first_message
         .map_err(|_| Status::deadline_exceeded("no registration received"))??
@@ -121,14 +126,18 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
         Some(v1::load_balancer_message::Message::Registration(registration)) => {
             let address = parse_optional_address("address", &registration.address).map_err(invalid_argument_status)?;
             let generation_in_force = registration.configuration_generation;
-            Ok(Registration { name: sanitize(registration.name), address, generation_in_force })
+            Ok(LoadBalancerRegistration {
+                load_balancer_name: sanitize_string(registration.name),
+                address,
+                generation_in_force,
+            })
         }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a registration")),
     }
 }
 
 /// Processes the load balancer's messages about its state and its queries until it disconnects.
-async fn process_messages(
+async fn process_load_balancer_messages(
     controller_state: &ControllerState,
     load_balancer: &str,
     session: u64,
@@ -136,12 +145,12 @@ async fn process_messages(
 ) {
     while let Ok(Some(message)) = messages.message().await {
         if let Some(message) = message.message {
-            process_message(controller_state, load_balancer, session, message);
+            process_load_balancer_message(controller_state, load_balancer, session, message);
         }
     }
 }
 
-fn process_message(
+fn process_load_balancer_message(
     controller_state: &ControllerState,
     load_balancer: &str,
     session: u64,
@@ -152,16 +161,16 @@ fn process_message(
     match message {
         Message::State(state) => controller_state.lock_controller().record_load_balancer_state(session, state, now),
         Message::Traffic(traffic) => {
-            let traffic = TrafficMessage::try_from(&traffic);
+            let traffic = TrafficCountsMessage::try_from(&traffic);
             if let Some(traffic) = ok_or_log("traffic-rejected", load_balancer, traffic) {
                 controller_state.lock_controller().record_load_balancer_traffic(session, &traffic, now);
-                controller_state.on_inputs_changed();
+                controller_state.on_table_inputs_changed();
             }
         }
         Message::Health(health) => {
             let health = HealthMessage::try_from(&health);
             if let Some(health) = ok_or_log("health-rejected", load_balancer, health) {
-                controller_state.lock_controller().load_balancers.record_health(session, health, now);
+                controller_state.lock_controller().load_balancers.record_health_check_results(session, health, now);
                 controller_state.poll_inputs();
             }
         }
@@ -195,7 +204,7 @@ fn ok_or_log<T>(event: &str, load_balancer: &str, decode_result: Result<T, impl 
 
 /// Relays the query to the server's agent. If no agent is connected, the load balancer gets an answer at once.
 fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
-    let agent_session = state.lock_controller().agent_session(query.server);
+    let agent_session = state.lock_controller().live_agent_session_number(query.server);
     let query = SocketQuery { load_balancer_session: session, ..query };
     match agent_session {
         Some(agent) => state.socket_query_relay.relay_query(agent, query),
@@ -206,16 +215,16 @@ fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
 /// Sends the newest configuration and then the newest tables after each update. A slow receiver misses some tables.
 async fn send_updates(
     controller_state: &ControllerState,
-    mut cursor: UpdateCursor,
+    mut cursor: SentUpdateCursor,
     mut answer_receiver: mpsc::Receiver<SocketAnswer>,
-    update_sender: &UpdateSender,
+    update_sender: &DataplaneUpdateSender,
 ) {
     use v1::dataplane_update::Update;
     let send_update = async |update: Update| {
         controller_state.is_leading()
             && update_sender.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
     };
-    let mut changes = controller_state.publisher.subscribe();
+    let mut changes = controller_state.publisher.subscribe_to_update_number();
     changes.mark_changed();
     loop {
         tokio::select! {
@@ -245,11 +254,11 @@ async fn send_updates(
 }
 
 /// Returns the updates in the order in which they must be sent.
-fn in_sending_order(pending_updates: PendingUpdates) -> impl Iterator<Item = v1::dataplane_update::Update> {
+fn in_sending_order(pending_updates: PendingSessionUpdates) -> impl Iterator<Item = v1::dataplane_update::Update> {
     use v1::dataplane_update::Update;
     let configuration = pending_updates.configuration.into_iter().map(|update| match update {
-        ConfigUpdate::Full(configuration) => Update::Configuration(configuration),
-        ConfigUpdate::Change(change) => Update::Change(change),
+        EncodedConfigUpdate::Full(configuration) => Update::Configuration(configuration),
+        EncodedConfigUpdate::Change(change) => Update::Change(change),
     });
     configuration.chain(pending_updates.tables.into_iter().map(Update::Table))
 }

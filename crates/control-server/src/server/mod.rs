@@ -13,6 +13,7 @@ mod doctor_rpc;
 mod lb_runtime;
 pub mod leader_election;
 mod load_balancers;
+mod periodic_records;
 mod racks;
 mod rejection_status;
 mod socket_query_relay;
@@ -31,22 +32,21 @@ use anyhow::Context as _;
 use coreward_daemon::metrics_endpoint;
 use coreward_daemon::priority::lower_thread_priority;
 pub use coreward_daemon::raise_open_file_limit;
-use coreward_etcd::cluster::Cluster;
+use coreward_etcd::cluster::EtcdClusterClient;
 use coreward_etcd::leadership::Leadership;
-use coreward_http::serve::Listener;
-use coreward_http::tokens::Tokens;
+use coreward_http::serve::ApiListener;
+use coreward_http::tokens::ApiTokens;
+use coreward_listener::grpc_server_builder;
 use coreward_listener::message_size::SizeLimitedControlServer;
 use coreward_listener::security::{AuthenticatedPeer, ListenerSecurity};
-use coreward_listener::server_builder;
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::verify::RevocationList;
-use coreward_tls::{AcceptorLimits, Role};
+use coreward_tls::{AcceptorLimits, FleetRole};
 use coreward_wire::{TERM_HEADER, v1};
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
-use tokio::time::MissedTickBehavior;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::codegen::BoxStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -54,21 +54,20 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::api;
 use crate::config::etcd::EtcdConfig;
 use crate::config::{ControllerConfig, StoreLocation};
-use agents::ReportSource;
-use controller_state::{ChangeOutcome, ChangeRequest, ControllerState};
+use agents::AgentReportSource;
+use controller_state::{ControllerState, RecordChangeOutcome, RecordChangeRequest};
 use coreward_controller::Controller;
-use coreward_controller::rotation::KeyStep;
 use coreward_fleet::audit::ChangeAuthor;
-use coreward_store::Store;
+use coreward_store::FleetStore;
 use coreward_store::embedded::EmbeddedStore;
 use coreward_store::etcd::EtcdStore;
-use lb_runtime::LbRuntime;
+use lb_runtime::LbConnectionRuntime;
 use leader_election::LeaderElection;
-use state_manager::{ForgetError, RecordChange, StateManager};
+use state_manager::{FleetStateManager, ForgetLoadBalancerError, RecordChange};
 use table_scheduler::make_tables;
 
 /// Roles of the daemons that may open a gRPC stream.
-const STREAM_ROLES: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
+const STREAM_ROLES: &[FleetRole] = &[FleetRole::Agent, FleetRole::Lb, FleetRole::Rack];
 /// Pause before a former leader takes part in the next election, so that another controller can win.
 const CAMPAIGN_PAUSE: Duration = Duration::from_secs(1);
 /// Maximum number of tables sent before a load balancer confirms one. It is low, because newer tables wait behind them.
@@ -78,12 +77,10 @@ const MAX_UNCONFIRMED_TABLES: usize = 4;
 const TOKIO_EVENT_INTERVAL: u32 = 7;
 /// Interval of checks whether the ids of former servers may be reused.
 const ID_RETIREMENT_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval of checks for changed bucket histories, and for the next step of a key rotation.
-const MAINTENANCE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs the controller until SIGTERM or SIGINT. SIGHUP reloads the files. Fails if a file is invalid, the store is
 /// unusable or an address cannot be bound.
-pub fn run(config: &Path) -> anyhow::Result<()> {
+pub fn run_controller(config: &Path) -> anyhow::Result<()> {
     raise_open_file_limit();
     // One worker receives from agents and racks, and makes tables. A multi-thread worker runs the newest woken task
     // first, while a current-thread runtime runs the oldest. A due table thus does not wait for the reports of a
@@ -118,8 +115,8 @@ pub struct ControllerServer {
     election: Arc<LeaderElection>,
     listener: TcpListener,
     address: SocketAddr,
-    api_listener: Listener,
-    tokens: Arc<Tokens>,
+    api_listener: ApiListener,
+    tokens: Arc<ApiTokens>,
     hangup_signals: HangupSignals,
 }
 
@@ -131,8 +128,8 @@ struct HangupSignals {
 
 enum OpenedStore {
     /// Embedded store, which only this controller uses.
-    Embedded(Box<StateManager>),
-    Etcd(Arc<Cluster>, EtcdConfig),
+    Embedded(Box<FleetStateManager>),
+    Etcd(Arc<EtcdClusterClient>, EtcdConfig),
 }
 
 impl ControllerServer {
@@ -157,8 +154,8 @@ impl ControllerServer {
             .await
             .with_context(|| format!("cannot listen on {}: {expected_address}", config.listen_address))?;
         let address = listener.local_addr()?;
-        let api_listener = Listener::bind(config.api_listen_address)?;
-        let tokens = Arc::new(Tokens::open(&config.token_directory)?);
+        let api_listener = ApiListener::bind(config.api_listen_address)?;
+        let tokens = Arc::new(ApiTokens::open(&config.token_directory)?);
         let election = Arc::new(LeaderElection::new(cluster, security));
         Ok(Self {
             config_path: path.to_owned(),
@@ -194,24 +191,24 @@ impl ControllerServer {
     async fn run(self) -> anyhow::Result<()> {
         let election = self.election.clone();
         // Metrics have a low priority, so that they do not delay reports and tables on a shared CPU.
-        metrics_endpoint::serve(
+        metrics_endpoint::serve_metrics(
             self.config.metrics_listen_address,
             || lower_thread_priority("metrics"),
-            move || election.metrics(),
+            move || election.metrics_snapshot(),
         )?;
         // A permanent leader starts its term before the first request, which a script may send at once.
         let leadership_mode = LeadershipMode::start(self.store, &self.election);
         let api_acceptor = self.election.security.api_acceptor(self.config.api_listen_address);
         let HangupSignals { for_files: mut files, for_tokens: tokens } = self.hangup_signals;
         let _api_server =
-            api::serve(self.api_listener, api_acceptor.clone(), self.election.clone(), self.tokens, tokens)?;
-        let mut load_balancer_runtime = LbRuntime::start(self.election.clone())?;
+            api::serve_api(self.api_listener, api_acceptor.clone(), self.election.clone(), self.tokens, tokens)?;
+        let mut load_balancer_runtime = LbConnectionRuntime::start(self.election.clone())?;
         let incoming_connections = self
             .election
             .security
             .grpc_acceptor(STREAM_ROLES, AcceptorLimits::default())
             .accepted_connections(self.listener);
-        let grpc_server = server_builder()
+        let grpc_server = grpc_server_builder()
             .add_service(size_limited_control_service(ControlService { election: self.election.clone() }))
             .serve_with_incoming(load_balancer_runtime.split_off_load_balancers(incoming_connections));
         let leadership_task = leadership_mode.lead(&self.config_path, self.config, &self.election, &mut files);
@@ -228,15 +225,17 @@ impl ControllerServer {
 /// Way in which this controller becomes the leader.
 enum LeadershipMode {
     /// The controller always leads, because it has a store of its own.
-    Permanent(Box<Term>),
+    Permanent(Box<LeadershipTerm>),
     /// The controller leads after it has won an election in etcd.
-    Elected(Arc<Cluster>, EtcdConfig),
+    Elected(Arc<EtcdClusterClient>, EtcdConfig),
 }
 
 impl LeadershipMode {
     fn start(store: OpenedStore, election: &LeaderElection) -> Self {
         match store {
-            OpenedStore::Embedded(manager) => Self::Permanent(Box::new(Term::start(*manager, election, None))),
+            OpenedStore::Embedded(manager) => {
+                Self::Permanent(Box::new(LeadershipTerm::start(*manager, election, None)))
+            }
             OpenedStore::Etcd(cluster, etcd) => Self::Elected(cluster, etcd),
         }
     }
@@ -265,11 +264,11 @@ impl LeadershipMode {
 /// Reads the controller's file and opens its store. Must not be called from asynchronous code.
 fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, ListenerSecurity)> {
     let config = ControllerConfig::load(path)?;
-    let security = ListenerSecurity::of(&config.listener_config())?;
+    let security = ListenerSecurity::from_config(&config.listener_config())?;
     let store = match &config.store {
         StoreLocation::Embedded(file) => {
-            let open_store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
-            OpenedStore::Embedded(Box::new(StateManager::open(
+            let open_store = || Ok(FleetStore::Embedded(EmbeddedStore::open(file)?));
+            OpenedStore::Embedded(Box::new(FleetStateManager::open(
                 path,
                 config.clone(),
                 security.revocation_list.clone(),
@@ -286,12 +285,12 @@ async fn lead_or_follow_loop(
     path: &Path,
     mut config: ControllerConfig,
     election: &Arc<LeaderElection>,
-    (cluster, etcd): (&Arc<Cluster>, &EtcdConfig),
+    (cluster, etcd): (&Arc<EtcdClusterClient>, &EtcdConfig),
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
     loop {
         let leadership = tokio::select! {
-            leadership = leader_election::campaign(election, cluster, etcd) => Arc::new(leadership?),
+            leadership = leader_election::campaign_for_leadership(election, cluster, etcd) => Arc::new(leadership?),
             never = update_revocations_on_sighup(hangup, path, &election.security.revocation_list) => match never {},
         };
         config = reload_config(path).unwrap_or(config);
@@ -299,13 +298,13 @@ async fn lead_or_follow_loop(
         let (cluster, store_leadership, prefix) = (cluster.clone(), leadership.clone(), etcd.key_prefix.clone());
         let revoked_certificates = election.security.revocation_list.clone();
         let open_task = tokio::task::spawn_blocking(move || {
-            let open_store = || Ok(Store::Etcd(EtcdStore::open(cluster, store_leadership, &prefix)?));
-            StateManager::open(&file, config, revoked_certificates, open_store)
+            let open_store = || Ok(FleetStore::Etcd(EtcdStore::open(cluster, store_leadership, &prefix)?));
+            FleetStateManager::open(&file, config, revoked_certificates, open_store)
         });
         let reason = match open_task.await? {
             Ok(manager) => {
                 tracing::info!(event = "leading", term = leadership.term(), "this controller leads from now on");
-                let term = Term::start(manager, election, Some(leadership.clone()));
+                let term = LeadershipTerm::start(manager, election, Some(leadership.clone()));
                 let controller_state = term.controller_state.clone();
                 let end_reason = tokio::select! {
                     outcome = term.lead(hangup) => return outcome,
@@ -358,17 +357,20 @@ async fn update_revocations_on_sighup(
     }
 }
 
-struct Term {
-    manager: StateManager,
+struct LeadershipTerm {
+    manager: FleetStateManager,
     controller_state: Arc<ControllerState>,
-    change_request_receiver: mpsc::Receiver<ChangeRequest>,
+    change_request_receiver: mpsc::Receiver<RecordChangeRequest>,
 }
 
-impl Term {
+impl LeadershipTerm {
     /// Starts a term as the leader, so that requests are answered.
-    fn start(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
-        let (state, change_request_receiver) =
-            ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counters()), leadership);
+    fn start(manager: FleetStateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
+        let (state, change_request_receiver) = ControllerState::new(
+            Controller::new(manager.fleet()),
+            (manager.record_clock(), manager.state_counters()),
+            leadership,
+        );
         let state = Arc::new(state);
         election.become_leader(state.clone());
         Self { manager, controller_state: state, change_request_receiver }
@@ -379,29 +381,31 @@ impl Term {
         let Self { manager, controller_state, change_request_receiver: change_requests } = self;
         tokio::select! {
             () = make_tables(&controller_state, manager.had_stored_records()) => Ok(()),
-            outcome = process_changes(manager, &controller_state, change_requests, hangup) => outcome,
-            () = store_histories_and_key_steps(&controller_state) => Ok(()),
+            outcome = process_record_changes(manager, &controller_state, change_requests, hangup) => outcome,
+            () = periodic_records::store_histories_and_key_steps(&controller_state) => Ok(()),
         }
     }
 }
 
 /// Applies requested changes of the configuration and the records in their order, until an error occurs.
-async fn process_changes(
-    mut manager: StateManager,
+async fn process_record_changes(
+    mut manager: FleetStateManager,
     controller_state: &ControllerState,
-    mut change_request_receiver: mpsc::Receiver<ChangeRequest>,
+    mut change_request_receiver: mpsc::Receiver<RecordChangeRequest>,
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
     let mut retire_timer = tokio::time::interval(ID_RETIREMENT_INTERVAL);
     loop {
         let (change, is_reply_expected) = tokio::select! {
-            _ = hangup.recv() => (ChangeRequest::without_reply(RecordChange::Reload, ChangeAuthor::sighup()), false),
+            _ = hangup.recv() => {
+                (RecordChangeRequest::without_reply(RecordChange::Reload, ChangeAuthor::sighup()), false)
+            },
             _ = retire_timer.tick() => {
-                (ChangeRequest::without_reply(RecordChange::RetireExpiredIds, ChangeAuthor::controller()), false)
+                (RecordChangeRequest::without_reply(RecordChange::RetireExpiredIds, ChangeAuthor::controller()), false)
             }
             Some(change) = change_request_receiver.recv() => (change, true),
         };
-        let ChangeRequest { change, author, reply_sender } = change;
+        let RecordChangeRequest { change, author, reply_sender } = change;
         let is_reload = matches!(change, RecordChange::Reload);
         let expected_reply = is_reply_expected.then_some(reply_sender);
         let (returned_manager, outcome) = apply_change(manager, controller_state, change, author).await?;
@@ -426,11 +430,11 @@ async fn process_changes(
 
 /// Applies a change to the records, and activates the resulting configuration.
 pub(crate) async fn apply_change(
-    mut manager: StateManager,
+    mut manager: FleetStateManager,
     controller_state: &ControllerState,
     change: RecordChange,
     author: ChangeAuthor,
-) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
+) -> anyhow::Result<(FleetStateManager, anyhow::Result<RecordChangeOutcome>)> {
     // Changes are sequential, so no other change can drain the last healthy server meanwhile.
     if let RecordChange::DrainServer(drain) = &change
         && let Err(drain_error) =
@@ -441,7 +445,7 @@ pub(crate) async fn apply_change(
     if let RecordChange::ForgetLoadBalancer(name) = &change
         && controller_state.lock_controller().load_balancers.is_connected(name)
     {
-        return Ok((manager, Err(ForgetError::ConnectedLoadBalancer(name.clone()).into())));
+        return Ok((manager, Err(ForgetLoadBalancerError::ConnectedLoadBalancer(name.clone()).into())));
     }
     // The disk may be slow, so the change is written while tables and reports continue.
     let (manager, outcome) = tokio::task::spawn_blocking(move || {
@@ -460,68 +464,9 @@ pub(crate) async fn apply_change(
             );
             controller_state.configure(fleet);
         }
-        ChangeOutcome { has_new_configuration, document_generation }
+        RecordChangeOutcome { has_new_configuration, document_generation }
     });
     Ok((manager, change_result))
-}
-
-/// Writes changed bucket histories and due steps of key rotations to the records. Never returns.
-async fn store_histories_and_key_steps(controller_state: &ControllerState) {
-    let mut poll_timer = tokio::time::interval(MAINTENANCE_INTERVAL);
-    poll_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut last_step_delay_reason = None;
-    loop {
-        poll_timer.tick().await;
-        let now = controller_state.now();
-        store_changed_bucket_histories(controller_state).await;
-        let due_key_step = controller_state.lock_controller().due_key_step(now);
-        match due_key_step {
-            Ok(None) => last_step_delay_reason = None,
-            Ok(Some(step)) => request_key_step(controller_state, step).await,
-            Err(reason) => {
-                if last_step_delay_reason.as_ref() != Some(&reason) {
-                    tracing::warn!(
-                        event = "key-step-delayed",
-                        %reason,
-                        "the controller delays the next step of the cookie key rotation"
-                    );
-                }
-                last_step_delay_reason = Some(reason);
-            }
-        }
-    }
-}
-
-async fn store_changed_bucket_histories(controller_state: &ControllerState) {
-    let histories = controller_state.lock_controller().take_changed_bucket_histories();
-    if histories.is_empty() {
-        return;
-    }
-    let services = histories.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(",");
-    if let Err(error) = controller_state.change(RecordChange::StoreBucketHistories(histories)).await {
-        tracing::warn!(
-            event = "buckets-not-stored",
-            services,
-            error = format!("{error:#}"),
-            "the controller cannot store the previous servers of moved buckets: a restart would lose them"
-        );
-    }
-}
-
-async fn request_key_step(controller_state: &ControllerState, step: KeyStep) {
-    match controller_state.change(RecordChange::TakeKeyStep(step)).await {
-        Ok(_) => tracing::info!(
-            event = "key-step",
-            step = step.describe(),
-            "the controller has taken the next step of the cookie key rotation"
-        ),
-        Err(error) => tracing::warn!(
-            event = "key-step-failed",
-            step = step.describe(),
-            error = format!("{error:#}"),
-            "the controller cannot take the next step of the cookie key rotation and retries"
-        ),
-    }
 }
 
 /// Returns the response to a stream request, with the leader's term. A peer that has received a newer term disconnects.
@@ -546,9 +491,9 @@ fn size_limited_control_service(service: ControlService) -> SizeLimitedControlSe
 
 impl ControlService {
     /// Returns the authenticated peer. Fails if the peer has none of the roles.
-    fn authenticated_peer<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<AuthenticatedPeer, Status> {
-        let peer = AuthenticatedPeer::of(request, &self.election.security)?;
-        peer.require_role(roles)?;
+    fn authenticated_peer<T>(&self, request: &Request<T>, roles: &[FleetRole]) -> Result<AuthenticatedPeer, Status> {
+        let peer = AuthenticatedPeer::from_request(request, &self.election.security)?;
+        peer.require_any_role(roles)?;
         Ok(peer)
     }
 }
@@ -559,12 +504,12 @@ impl Control for ControlService {
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
-        let peer = self.authenticated_peer(&request, &[Role::Agent])?;
+        let peer = self.authenticated_peer(&request, &[FleetRole::Agent])?;
         let (updates, stream) = mpsc::channel(1);
-        let source = ReportSource::Agent(peer);
+        let source = AgentReportSource::Agent(peer);
         let controller_state = self.election.leader_state()?;
         let response = stream_response(&controller_state, stream);
-        tokio::spawn(agents::serve(controller_state, source, request.into_inner(), updates));
+        tokio::spawn(agents::serve_agent(controller_state, source, request.into_inner(), updates));
         Ok(response)
     }
 
@@ -572,11 +517,11 @@ impl Control for ControlService {
         &self,
         request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<BoxStream<v1::DataplaneUpdate>>, Status> {
-        let peer = self.authenticated_peer(&request, &[Role::Lb])?;
+        let peer = self.authenticated_peer(&request, &[FleetRole::Lb])?;
         let (updates, stream) = mpsc::channel(MAX_UNCONFIRMED_TABLES);
         let controller_state = self.election.leader_state()?;
         let response = stream_response(&controller_state, stream);
-        tokio::spawn(load_balancers::serve(controller_state, peer, request.into_inner(), updates));
+        tokio::spawn(load_balancers::serve_load_balancer(controller_state, peer, request.into_inner(), updates));
         Ok(response)
     }
 
@@ -584,16 +529,16 @@ impl Control for ControlService {
         &self,
         request: Request<Streaming<v1::RackMessage>>,
     ) -> Result<Response<BoxStream<v1::RackUpdate>>, Status> {
-        let peer = self.authenticated_peer(&request, &[Role::Rack])?;
+        let peer = self.authenticated_peer(&request, &[FleetRole::Rack])?;
         let (updates, stream) = mpsc::channel(1);
         let controller_state = self.election.leader_state()?;
         let response = stream_response(&controller_state, stream);
-        tokio::spawn(racks::serve(controller_state, peer, request.into_inner(), updates));
+        tokio::spawn(racks::serve_rack(controller_state, peer, request.into_inner(), updates));
         Ok(response)
     }
 
     async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
         self.authenticated_peer(&request, STREAM_ROLES)?;
-        Ok(Response::new(doctor_rpc::fleet_reply(&*self.election.leader_state()?)))
+        Ok(Response::new(doctor_rpc::build_fleet_reply(&*self.election.leader_state()?)))
     }
 }

@@ -5,23 +5,23 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use coreward_tls::Role;
-use coreward_wire::sanitize::sanitize;
+use coreward_tls::FleetRole;
+use coreward_wire::sanitize::sanitize_string;
 use coreward_wire::v1;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
 use super::agents;
-use super::agents::ReportSource;
+use super::agents::AgentReportSource;
 use super::controller_state::ControllerState;
 use super::leader_election::not_leading_status;
-use super::rejection_status::rejection_status;
+use super::rejection_status::grpc_status_for_rejection;
 use coreward_controller::racks::RackRelay;
-use coreward_controller::rejection::Rejection;
+use coreward_controller::rejection::MessageRejection;
 use coreward_listener::security::AuthenticatedPeer;
 
-type UpdateSender = mpsc::Sender<Result<v1::RackUpdate, Status>>;
+type RackUpdateSender = mpsc::Sender<Result<v1::RackUpdate, Status>>;
 /// Sender of the queue through which an agent's messages reach its task.
 type AgentMessageSender = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 
@@ -30,11 +30,11 @@ const MAX_QUEUED_AGENT_MESSAGES: usize = 4;
 /// Maximum number of agents' streams through one rack, which is the number of server ids.
 const MAX_AGENTS_PER_RACK: usize = 16_384;
 
-pub async fn serve(
+pub async fn serve_rack(
     controller_state: Arc<ControllerState>,
     peer: AuthenticatedPeer,
     mut messages: Streaming<v1::RackMessage>,
-    update_sender: UpdateSender,
+    update_sender: RackUpdateSender,
 ) {
     let (name, session) = match register_rack(&controller_state, &peer, &mut messages).await {
         Ok(name_and_session) => name_and_session,
@@ -51,7 +51,7 @@ pub async fn serve(
     };
     tracing::info!(event = "rack-connected", rack = name, peer = %peer.caller, "the rack controller has registered");
     tokio::select! {
-        () = process_messages(&controller_state, &name, session, &mut messages, &update_sender) => {}
+        () = process_rack_messages(&controller_state, &name, session, &mut messages, &update_sender) => {}
         rejection = send_updates(&controller_state, session, &update_sender) => if let Some(rejected) = rejection {
             tracing::warn!(
                 event = "rack-rejected",
@@ -59,7 +59,7 @@ pub async fn serve(
                 error = %rejected,
                 "the controller ends the stream of the rack controller"
             );
-            let _ = update_sender.send(Err(rejection_status(&rejected))).await;
+            let _ = update_sender.send(Err(grpc_status_for_rejection(&rejected))).await;
         },
         _ = controller_state.wait_until_deposed() => {
             let _ = update_sender.send(Err(not_leading_status(None))).await;
@@ -79,23 +79,28 @@ async fn register_rack(
     let Some(registration) = message.and_then(|message| message.registration) else {
         return Err(Status::invalid_argument("a rack's first message: expected a registration"));
     };
-    let (name, version) = (sanitize(registration.name), sanitize(registration.version));
-    peer.require_role_and_name(Role::Rack, &name)?;
+    let (name, version) = (sanitize_string(registration.name), sanitize_string(registration.version));
+    peer.require_role_and_name(FleetRole::Rack, &name)?;
     let now = controller_state.now();
     let session = controller_state.lock_controller().register_rack(&name, &version, now);
-    session.map(|session| (name, session)).map_err(|rejection| rejection_status(&rejection))
+    session.map(|session| (name, session)).map_err(|rejection| grpc_status_for_rejection(&rejection))
 }
 
 /// Processes the rack's summaries and the messages of its agents until the rack disconnects.
-async fn process_messages(
+async fn process_rack_messages(
     controller_state: &Arc<ControllerState>,
     name: &str,
     session: u64,
     messages: &mut Streaming<v1::RackMessage>,
-    update_sender: &UpdateSender,
+    update_sender: &RackUpdateSender,
 ) {
-    let mut rack_agents =
-        RackAgents { controller_state, name, session, update_sender, message_senders: HashMap::new() };
+    let mut rack_agents = RackAgents {
+        controller_state,
+        name,
+        rack_session_number: session,
+        update_sender,
+        message_senders: HashMap::new(),
+    };
     let mut last_logged_rejection = None;
     while let Ok(Some(message)) = messages.message().await {
         let now = controller_state.now();
@@ -130,8 +135,8 @@ async fn process_messages(
 struct RackAgents<'a> {
     controller_state: &'a Arc<ControllerState>,
     name: &'a str,
-    session: u64,
-    update_sender: &'a UpdateSender,
+    rack_session_number: u64,
+    update_sender: &'a RackUpdateSender,
     /// Queue to each agent's task, by the number of the agent's stream.
     message_senders: HashMap<u64, AgentMessageSender>,
 }
@@ -151,7 +156,8 @@ impl RackAgents<'_> {
         if !self.has_room_for(stream) {
             return Err(too_many_agents_status(self.name, stream));
         }
-        let relay = RackRelay { rack_session: self.session, rack_name: self.name.into(), stream_number: stream };
+        let relay =
+            RackRelay { rack_session: self.rack_session_number, rack_name: self.name.into(), stream_number: stream };
         let (controller_state, updates) = (self.controller_state, self.update_sender);
         let agent_sender = self
             .message_senders
@@ -181,14 +187,14 @@ fn too_many_agents_status(rack: &str, stream: u64) -> Status {
 fn start_agent_stream(
     controller_state: &Arc<ControllerState>,
     relay: RackRelay,
-    update_sender: UpdateSender,
+    update_sender: RackUpdateSender,
 ) -> AgentMessageSender {
     let (message_sender, messages) = mpsc::channel(MAX_QUEUED_AGENT_MESSAGES);
     let (agent_updates, mut update_receiver) = mpsc::channel(1);
     let stream = relay.stream_number;
-    tokio::spawn(agents::serve(
+    tokio::spawn(agents::serve_agent(
         controller_state.clone(),
-        ReportSource::Rack(relay),
+        AgentReportSource::Rack(relay),
         ReceiverStream::new(messages),
         agent_updates,
     ));
@@ -217,8 +223,8 @@ fn start_agent_stream(
 async fn send_updates(
     controller_state: &ControllerState,
     session: u64,
-    update_sender: &UpdateSender,
-) -> Option<Rejection> {
+    update_sender: &RackUpdateSender,
+) -> Option<MessageRejection> {
     let (mut sent_configuration, mut checked_version) = (None, None);
     loop {
         let now = controller_state.now();

@@ -1,21 +1,23 @@
 //! gRPC status of rejected streams.
 
-use coreward_controller::rejection::Rejection;
+use coreward_controller::rejection::MessageRejection;
 use tonic::Status;
 
 /// Returns the gRPC status of a rejection that ends a stream.
-pub fn rejection_status(rejection: &Rejection) -> Status {
+pub fn grpc_status_for_rejection(rejection: &MessageRejection) -> Status {
     let message = rejection.to_string();
     match rejection {
-        Rejection::UnknownServer(_) => Status::not_found(message),
-        Rejection::DuplicateSession { .. }
-        | Rejection::DuplicateLoadBalancer { .. }
-        | Rejection::DuplicateRack { .. }
-        | Rejection::Superseded(_) => Status::already_exists(message),
-        Rejection::UnknownRack(_) | Rejection::UnknownLoadBalancer(_) | Rejection::ForeignRack { .. } => {
-            Status::permission_denied(message)
+        MessageRejection::UnknownServer(_) => Status::not_found(message),
+        MessageRejection::DuplicateSession { .. }
+        | MessageRejection::DuplicateLoadBalancer { .. }
+        | MessageRejection::DuplicateRack { .. }
+        | MessageRejection::Superseded(_) => Status::already_exists(message),
+        MessageRejection::UnknownRack(_)
+        | MessageRejection::UnknownLoadBalancer(_)
+        | MessageRejection::ForeignRack { .. } => Status::permission_denied(message),
+        MessageRejection::TooManyRegistrations(_) | MessageRejection::TooManyLoadBalancers(_) => {
+            Status::resource_exhausted(message)
         }
-        Rejection::TooManyRegistrations(_) | Rejection::TooManyLoadBalancers(_) => Status::resource_exhausted(message),
         _ => Status::invalid_argument(message),
     }
 }

@@ -100,7 +100,7 @@ mod tests {
 
     use super::*;
 
-    fn new_query(load_balancer_session: u64, query_number: u64) -> SocketQuery {
+    fn build_query(load_balancer_session: u64, query_number: u64) -> SocketQuery {
         let service = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
         let clients = vec!["10.1.0.7:40000".parse().unwrap()];
         SocketQuery { query_number, load_balancer_session, server: 9.try_into().unwrap(), service, clients }
@@ -111,10 +111,10 @@ mod tests {
         let relay = SocketQueryRelay::default();
         let (mut queries, _other) = (relay.register_agent(1), relay.register_agent(2));
         let mut answers = relay.register_load_balancer_session(7);
-        relay.relay_query(1, new_query(7, 5));
+        relay.relay_query(1, build_query(7, 5));
         let relayed_query = queries.try_recv().unwrap();
         relay.relay_answer(2, relayed_query.to_answer(vec![false]));
-        relay.relay_answer(1, new_query(7, 6).to_answer(vec![false]));
+        relay.relay_answer(1, build_query(7, 6).to_answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it was not asked that");
         relay.relay_answer(1, relayed_query.to_answer(vec![true]));
         assert_eq!(answers.try_recv().unwrap().socket_exists_by_client, [true]);
@@ -127,12 +127,12 @@ mod tests {
         let relay = SocketQueryRelay::default();
         let (mut queries, mut answers) = (relay.register_agent(1), relay.register_load_balancer_session(7));
         for number in 0..=MAX_OPEN_QUERIES as u64 {
-            relay.relay_query(1, new_query(7, number));
+            relay.relay_query(1, build_query(7, number));
             queries.try_recv().unwrap();
         }
-        relay.relay_answer(1, new_query(7, 0).to_answer(vec![false]));
+        relay.relay_answer(1, build_query(7, 0).to_answer(vec![false]));
         assert!(answers.try_recv().is_err());
-        relay.relay_answer(1, new_query(7, 1).to_answer(vec![false]));
+        relay.relay_answer(1, build_query(7, 1).to_answer(vec![false]));
         assert!(answers.try_recv().is_ok());
     }
 }

@@ -7,63 +7,63 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_config::{Diagnostics, Source};
-use coreward_metrics::snapshot::Snapshot;
+use coreward_config::{Diagnostics, TomlSource};
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_tls::verify::RevocationList;
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
 use crate::config::ControllerConfig;
-use coreward_controller::rotation::KeyStep;
+use coreward_controller::rotation::KeyRotationStep;
 use coreward_fleet::audit::{ChangeAuthor, ChangeDescription, describe_changes};
 use coreward_fleet::clock::{RecordClock, round_down_to_seconds, wall_clock_time};
 use coreward_fleet::config::{FleetConfig, list_changes};
 use coreward_fleet::drains::{self, DrainRequest};
 use coreward_fleet::fleet::Fleet;
-use coreward_fleet::key_ring::KeyPhase;
+use coreward_fleet::key_ring::KeyRotationPhase;
 use coreward_fleet::records::{DrainRecord, FleetDocument, FleetRecords};
 use coreward_metrics::metrics;
 use coreward_metrics::table::MetricKind::{Counter, Gauge};
-use coreward_metrics::table::{Component, Family, family};
-use coreward_store::{Store, StoreError};
+use coreward_metrics::table::{Component, MetricFamily, declare_family};
+use coreward_store::{FleetStore, FleetStoreError};
 
 metrics! {
-    STORE_WRITABLE: Family<0> = family(
+    STORE_WRITABLE: MetricFamily<0> = declare_family(
         Gauge, "coreward_store_writable", &[], &[Component::Controller],
         "1: the last write to the store succeeded; 0: changes fail",
     );
-    STORE_WRITES_TOTAL: Family<1> = family(
+    STORE_WRITES_TOTAL: MetricFamily<1> = declare_family(
         Counter, "coreward_store_writes_total", &["result"], &[Component::Controller],
         "Writes to the store, `written` or `failed`",
     );
-    RELOADS_TOTAL: Family<1> = family(
+    RELOADS_TOTAL: MetricFamily<1> = declare_family(
         Counter, "coreward_reloads_total", &["result"], &[Component::Controller],
         "Reloads by SIGHUP, `in-force` or `rejected`",
     );
-    FLEET_FILE_REJECTED: Family<0> = family(
+    FLEET_FILE_REJECTED: MetricFamily<0> = declare_family(
         Gauge, "coreward_fleet_file_rejected", &[], &[Component::Controller],
         "1: the fleet's file was wrong at its last reading; an older document is in force",
     );
 }
 
 /// Manager of the configuration and the records. It is the only writer of the store.
-pub struct StateManager {
+pub struct FleetStateManager {
     config_path: PathBuf,
     config: ControllerConfig,
     fleet_config: FleetConfig,
     records: FleetRecords,
-    store: Store,
+    store: FleetStore,
     clock: RecordClock,
     had_stored_records: bool,
     revoked_certificates: RevocationList,
-    state_counters: Arc<StateCounters>,
+    state_counters: Arc<FleetStateCounters>,
 }
 
 #[derive(Debug)]
-pub struct StateCounters {
+pub struct FleetStateCounters {
     /// Whether the last write to the store succeeded.
-    pub is_writable: AtomicBool,
+    pub is_store_writable: AtomicBool,
     pub write_count: AtomicU64,
     pub failed_write_count: AtomicU64,
     /// Number of successful reloads of the files.
@@ -73,12 +73,12 @@ pub struct StateCounters {
     pub is_fleet_file_rejected: AtomicBool,
 }
 
-impl Default for StateCounters {
+impl Default for FleetStateCounters {
     fn default() -> Self {
         let [writes, failed_writes, reloads, failed_reloads] = Default::default();
         let (is_writable, is_file_rejected) = (AtomicBool::new(true), AtomicBool::new(false));
         Self {
-            is_writable,
+            is_store_writable: is_writable,
             write_count: writes,
             failed_write_count: failed_writes,
             reload_count: reloads,
@@ -88,10 +88,10 @@ impl Default for StateCounters {
     }
 }
 
-impl StateCounters {
+impl FleetStateCounters {
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
-        if !self.is_writable.load(Ordering::Relaxed) {
+        if !self.is_store_writable.load(Ordering::Relaxed) {
             warnings.push(
                 "the store cannot be written, and nothing can be changed: expected free space and write access (the \
                  controller's log has the error)"
@@ -107,21 +107,21 @@ impl StateCounters {
         warnings
     }
 
-    pub fn add_metrics(&self, snapshot: &mut Snapshot) {
-        let load_count = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
-        let load_flag = |flag: &AtomicBool| f64::from(u8::from(flag.load(Ordering::Relaxed)));
-        snapshot.add_value(&STORE_WRITABLE, [], load_flag(&self.is_writable));
-        snapshot.add_value(&STORE_WRITES_TOTAL, ["written"], load_count(&self.write_count));
-        snapshot.add_value(&STORE_WRITES_TOTAL, ["failed"], load_count(&self.failed_write_count));
-        snapshot.add_value(&RELOADS_TOTAL, ["in-force"], load_count(&self.reload_count));
-        snapshot.add_value(&RELOADS_TOTAL, ["rejected"], load_count(&self.failed_reload_count));
-        snapshot.add_value(&FLEET_FILE_REJECTED, [], load_flag(&self.is_fleet_file_rejected));
+    pub fn add_metrics(&self, snapshot: &mut MetricsSnapshot) {
+        let read_count = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
+        let read_flag = |flag: &AtomicBool| f64::from(u8::from(flag.load(Ordering::Relaxed)));
+        snapshot.add_value(&STORE_WRITABLE, [], read_flag(&self.is_store_writable));
+        snapshot.add_value(&STORE_WRITES_TOTAL, ["written"], read_count(&self.write_count));
+        snapshot.add_value(&STORE_WRITES_TOTAL, ["failed"], read_count(&self.failed_write_count));
+        snapshot.add_value(&RELOADS_TOTAL, ["in-force"], read_count(&self.reload_count));
+        snapshot.add_value(&RELOADS_TOTAL, ["rejected"], read_count(&self.failed_reload_count));
+        snapshot.add_value(&FLEET_FILE_REJECTED, [], read_flag(&self.is_fleet_file_rejected));
     }
 }
 
 pub enum RecordChange {
     Reload,
-    ApplyDocument(Box<DocumentRequest>),
+    ApplyDocument(Box<ApplyDocumentRequest>),
     /// Releases the ids of former servers and load balancers whose cookies have expired.
     RetireExpiredIds,
     RegisterLoadBalancer {
@@ -135,20 +135,20 @@ pub enum RecordChange {
     DrainServer(DrainRequest),
     UndrainServer(String),
     ForgetLoadBalancer(String),
-    TakeKeyStep(KeyStep),
+    TakeKeyStep(KeyRotationStep),
     StoreBucketHistories(Vec<(String, BucketHistory)>),
 }
 
-pub struct DocumentRequest {
+pub struct ApplyDocumentRequest {
     pub fleet: Result<FleetConfig, Diagnostics>,
-    pub changes: Vec<String>,
-    pub generation: u64,
+    pub change_descriptions: Vec<String>,
+    pub compared_generation: u64,
     pub dry_run: bool,
 }
 
 /// Reason why a fleet document is not applied.
 #[derive(Debug, thiserror::Error)]
-pub enum ApplyError {
+pub enum ApplyDocumentError {
     /// The operator manages the fleet document in a file.
     #[error(
         "this controller's fleet is managed by {} (`fleet` in {}): expected changes there, then SIGHUP",
@@ -165,18 +165,18 @@ pub enum ApplyError {
 }
 
 /// Returns a random number generator for secrets, which the operating system seeds.
-fn system_rng() -> UnwrapErr<SysRng> {
+fn new_system_rng() -> UnwrapErr<SysRng> {
     UnwrapErr(SysRng)
 }
 
-impl StateManager {
+impl FleetStateManager {
     /// Reads the fleet's file, opens the store, and merges both. `config` has the parsed contents of the file `path`.
     /// The revoked certificates of that file are written to `revocation_list`.
     pub fn open(
         path: &Path,
         config: ControllerConfig,
         revocation_list: RevocationList,
-        open_store: impl FnOnce() -> anyhow::Result<Store>,
+        open_store: impl FnOnce() -> anyhow::Result<FleetStore>,
     ) -> anyhow::Result<Self> {
         let fleet_config = config.fleet_file.as_deref().map(FleetConfig::load).transpose();
         // The file is checked before the store is created, so that an invalid fleet leaves no files behind.
@@ -184,7 +184,7 @@ impl StateManager {
             return Err(mistakes.clone().into());
         }
         let store = open_store()?;
-        let stored_records = store.load()?;
+        let stored_records = store.load_records()?;
         let had_stored_records = stored_records.is_some();
         let clock = RecordClock::continue_from(stored_records.as_ref().and_then(|records| records.last_write_at));
         let (fleet, records, is_file_rejected) = merge_at_start_or_keep_document(
@@ -194,7 +194,7 @@ impl StateManager {
             clock.now(),
         )?;
         revocation_list.replace_fingerprints(config.revoked_certificates.iter().copied());
-        let state_counters = Arc::new(StateCounters::default());
+        let state_counters = Arc::new(FleetStateCounters::default());
         state_counters.is_fleet_file_rejected.store(is_file_rejected, Ordering::Relaxed);
         let mut manager = Self {
             config_path: path.to_owned(),
@@ -214,10 +214,10 @@ impl StateManager {
     /// Writes the records for the first time since the start. If the embedded store cannot be written, continues with
     /// the stored records. Fails if etcd cannot be written.
     fn save_at_start(&mut self, stored_records: Option<FleetRecords>) -> anyhow::Result<()> {
-        match (self.save(&self.records.clone()), stored_records) {
+        match (self.save_records(&self.records.clone()), stored_records) {
             (Ok(()), _) => {}
             // If the disk is full, a controller continues from the records, but without changes.
-            (Err(error), Some(last_records)) if !matches!(error, StoreError::Etcd(_)) => {
+            (Err(error), Some(last_records)) if !matches!(error, FleetStoreError::Etcd(_)) => {
                 tracing::warn!(
                     event = "store-read-only",
                     %error,
@@ -237,13 +237,13 @@ impl StateManager {
         &self.config_path
     }
 
-    pub fn counters(&self) -> Arc<StateCounters> {
+    pub fn state_counters(&self) -> Arc<FleetStateCounters> {
         self.state_counters.clone()
     }
 
-    fn save(&mut self, records: &FleetRecords) -> Result<(), StoreError> {
-        let save_result = self.store.save(records);
-        let was_writable = self.state_counters.is_writable.swap(save_result.is_ok(), Ordering::Relaxed);
+    fn save_records(&mut self, records: &FleetRecords) -> Result<(), FleetStoreError> {
+        let save_result = self.store.save_records(records);
+        let was_writable = self.state_counters.is_store_writable.swap(save_result.is_ok(), Ordering::Relaxed);
         match &save_result {
             Ok(()) => {
                 self.state_counters.write_count.fetch_add(1, Ordering::Relaxed);
@@ -264,7 +264,7 @@ impl StateManager {
         self.had_stored_records
     }
 
-    pub fn clock(&self) -> RecordClock {
+    pub fn record_clock(&self) -> RecordClock {
         self.clock
     }
 
@@ -290,23 +290,23 @@ impl StateManager {
                 self.change_records(|records| records.register_load_balancer(&name, address))
             }
             RecordChange::RecordLoadBalancerDisconnect { name } => self.change_records(|records| {
-                records.record_disconnect(&name, now);
+                records.record_load_balancer_disconnect(&name, now);
                 false
             }),
             RecordChange::DrainServer(request) => {
                 let fleet = self.fleet();
-                request.check(&fleet, |service, id| fleet.is_eligible(service, id))?;
+                request.check(&fleet, |service, id| fleet.is_server_eligible(service, id))?;
                 self.apply_audited_change(author, ("drain", &request.server_name), |records| {
-                    records.drain(&request, records.generation + 1, now)
+                    records.drain_server(&request, records.generation + 1, now)
                 })
             }
             RecordChange::UndrainServer(server) => {
                 drains::find_server(&self.fleet(), &server)?;
-                self.apply_audited_change(author, ("undrain", &server), |records| records.undrain(&server))
+                self.apply_audited_change(author, ("undrain", &server), |records| records.undrain_server(&server))
             }
             RecordChange::ForgetLoadBalancer(name) => {
                 let is_known = self.records.load_balancers.contains_key(&name);
-                anyhow::ensure!(is_known, ForgetError::UnknownLoadBalancer(name));
+                anyhow::ensure!(is_known, ForgetLoadBalancerError::UnknownLoadBalancer(name));
                 self.apply_audited_change(author, ("forget", &name), |records| records.forget_load_balancer(&name))
             }
             RecordChange::TakeKeyStep(step) => self.take_key_step(step, author),
@@ -323,15 +323,15 @@ impl StateManager {
         })
     }
 
-    fn take_key_step(&mut self, step: KeyStep, author: &ChangeAuthor) -> anyhow::Result<Option<Fleet>> {
+    fn take_key_step(&mut self, step: KeyRotationStep, author: &ChangeAuthor) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         self.apply_audited_change(author, ("rotate-keys", ""), |records| {
             let next_generation = records.generation + 1;
             match step {
-                KeyStep::Announce { is_forced } => {
-                    records.key_ring.announce_next_key(is_forced, next_generation, &mut system_rng())
+                KeyRotationStep::Announce { is_forced } => {
+                    records.key_ring.announce_next_key(is_forced, next_generation, &mut new_system_rng())
                 }
-                KeyStep::Switch => records.key_ring.switch_to_next_key(now, next_generation),
+                KeyRotationStep::Switch => records.key_ring.switch_to_next_key(now, next_generation),
             }
             true
         })
@@ -380,11 +380,11 @@ impl StateManager {
         records.generation += u64::from(is_configuration_changed);
         if records != self.records {
             records.last_write_at = Some(round_down_to_seconds(self.clock.now()));
-            match self.save(&records) {
+            match self.save_records(&records) {
                 Ok(()) => {}
                 // Connections of load balancers are not part of the configuration, and are written with the next
                 // change. Thus a load balancer that returns while the disk is full gets its tables.
-                Err(error) if !is_configuration_changed && !matches!(error, StoreError::Etcd(_)) => {
+                Err(error) if !is_configuration_changed && !matches!(error, FleetStoreError::Etcd(_)) => {
                     tracing::warn!(
                         event = "change-not-stored",
                         %error,
@@ -398,24 +398,28 @@ impl StateManager {
         Ok(is_configuration_changed.then(|| self.fleet()))
     }
 
-    fn apply_document(&mut self, request: DocumentRequest, author: &ChangeAuthor) -> anyhow::Result<Option<Fleet>> {
+    fn apply_document(
+        &mut self,
+        request: ApplyDocumentRequest,
+        author: &ChangeAuthor,
+    ) -> anyhow::Result<Option<Fleet>> {
         if let Some(file) = self.config.fleet_file.clone().filter(|_| !request.dry_run) {
-            return Err(ApplyError::ManagedByFile { file, controller: self.config_path.clone() }.into());
+            return Err(ApplyDocumentError::ManagedByFile { file, controller: self.config_path.clone() }.into());
         }
-        let (in_force, compared) = (self.records.document.generation, request.generation);
+        let (in_force, compared) = (self.records.document.generation, request.compared_generation);
         if compared != in_force {
-            return Err(ApplyError::GenerationConflict { in_force, compared }.into());
+            return Err(ApplyDocumentError::GenerationConflict { in_force, compared }.into());
         }
-        let fleet = request.fleet.map_err(ApplyError::InvalidDocument)?;
+        let fleet = request.fleet.map_err(ApplyDocumentError::InvalidDocument)?;
         let mut records = self.records.clone();
         let now = self.clock.now();
-        records.apply_document(&fleet, now, &mut system_rng()).map_err(ApplyError::InvalidDocument)?;
+        records.apply_document(&fleet, now, &mut new_system_rng()).map_err(ApplyDocumentError::InvalidDocument)?;
         records.last_write_at = Some(round_down_to_seconds(now));
         if request.dry_run {
             return Ok(None);
         }
-        add_document_audit_entry(&mut records, &self.records, ("apply", author), &request.changes);
-        self.save(&records).context("the fleet is not on record, and not in force")?;
+        add_document_audit_entry(&mut records, &self.records, ("apply", author), &request.change_descriptions);
+        self.save_records(&records).context("the fleet is not on record, and not in force")?;
         (self.fleet_config, self.records) = (fleet, records);
         Ok(Some(self.fleet()))
     }
@@ -442,16 +446,16 @@ impl StateManager {
         };
         let mut records = self.records.clone();
         let now = self.clock.now();
-        records.apply_document(&fleet, now, &mut system_rng())?;
+        records.apply_document(&fleet, now, &mut new_system_rng())?;
         records.last_write_at = Some(round_down_to_seconds(now));
         if records.document.generation != self.records.document.generation {
-            let previous_source = Source::from_text("the fleet in force", &self.records.document.text);
+            let previous_source = TomlSource::from_text("the fleet in force", &self.records.document.text);
             let change_descriptions: Vec<String> =
                 list_changes(&previous_source, fleet.source()).iter().map(ToString::to_string).collect();
             add_document_audit_entry(&mut records, &self.records, ("reload", author), &change_descriptions);
         }
-        self.save(&records)?;
-        for key in self.config.keys_needing_restart(&config) {
+        self.save_records(&records)?;
+        for key in self.config.config_keys_needing_restart(&config) {
             tracing::warn!(
                 event = "restart-required",
                 file = %self.config_path.display(),
@@ -470,16 +474,16 @@ fn merge_fleet_file_with_records(
     stored_records: Option<&FleetRecords>,
     now: Duration,
 ) -> anyhow::Result<(FleetConfig, FleetRecords)> {
-    let mut records = stored_records.cloned().unwrap_or_else(|| FleetRecords::generate(now, &mut system_rng()));
+    let mut records = stored_records.cloned().unwrap_or_else(|| FleetRecords::generate(now, &mut new_system_rng()));
     let fleet = match file? {
         Some(fleet) => fleet,
         None => parse_stored_document(&records.document)
             .context("the fleet that was applied last cannot be read any more")?,
     };
-    records.apply_document(&fleet, now, &mut system_rng())?;
+    records.apply_document(&fleet, now, &mut new_system_rng())?;
     // Load balancers that do not return count as disconnected from this time.
     let load_balancer_names: Vec<String> = records.load_balancers.keys().cloned().collect();
-    load_balancer_names.iter().for_each(|name| records.record_disconnect(name, now));
+    load_balancer_names.iter().for_each(|name| records.record_load_balancer_disconnect(name, now));
     records.last_write_at = Some(round_down_to_seconds(now));
     Ok((fleet, records))
 }
@@ -537,7 +541,7 @@ fn add_document_audit_entry(
 fn describe_subject(records: &FleetRecords, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
         let next_key_suffix =
-            if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };
+            if records.key_ring.phase == KeyRotationPhase::Steady { "" } else { ", the next one is announced" };
         return format!("key {} stamps{next_key_suffix}", records.key_ring.keys.current_key_index.get());
     }
     if action == "forget" {
@@ -559,7 +563,7 @@ fn describe_subject(records: &FleetRecords, action: &str, target: &str) -> Strin
 
 /// Reason why a load balancer cannot be forgotten.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ForgetError {
+pub enum ForgetLoadBalancerError {
     #[error("load balancer {0:?} does not exist")]
     UnknownLoadBalancer(String),
     #[error("load balancer {0:?} is connected: expected one whose daemon was stopped")]
@@ -568,7 +572,7 @@ pub enum ForgetError {
 
 fn parse_stored_document(document: &FleetDocument) -> Result<FleetConfig, Diagnostics> {
     let document_name = format!("the applied fleet (generation {})", document.generation);
-    FleetConfig::parse_stored(&Source::from_text(&document_name, &document.text))
+    FleetConfig::parse_stored(&TomlSource::from_text(&document_name, &document.text))
 }
 
 #[cfg(test)]

@@ -15,9 +15,9 @@ const MIN_TABLE_PAUSE: Duration = Duration::from_millis(1);
 /// Limit on the CPU time for tables. It is stored as the time from which tables may be made again, or `None` if they
 /// may be made at once.
 #[derive(Debug, Default)]
-pub struct TableBudget(Mutex<Option<Instant>>);
+pub struct TableCpuBudget(Mutex<Option<Instant>>);
 
-impl TableBudget {
+impl TableCpuBudget {
     /// Runs `make_tables` if tables may be made now. `make_tables` receives a time limit and returns the time that it
     /// took. Returns the time at which tables may be made next.
     pub fn run_within_budget(&self, make_tables: impl FnOnce(Duration) -> Duration) -> Instant {

@@ -11,11 +11,11 @@ use tokio::sync::watch;
 
 /// Publisher of the newest configuration and of each service's newest table to all load balancers' sessions.
 pub struct UpdatePublisher {
-    published_state: Mutex<PublishedState>,
+    published_state: Mutex<NewestPublishedUpdates>,
     newest_update_sender: watch::Sender<u64>,
 }
 
-struct PublishedState {
+struct NewestPublishedUpdates {
     configuration: PublishedConfiguration,
     newest_update_number: u64,
     newest_tables: HashMap<ServiceIndex, (u64, Bytes)>,
@@ -33,15 +33,15 @@ struct PublishedConfiguration {
 }
 
 /// Updates that have not been sent to a session yet.
-pub struct PendingUpdates {
+pub struct PendingSessionUpdates {
     /// Change of the configuration, which must be sent before the tables.
-    pub configuration: Option<ConfigUpdate>,
+    pub configuration: Option<EncodedConfigUpdate>,
     /// Encoded tables, at most one per service.
     pub tables: Vec<Bytes>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ConfigUpdate {
+pub enum EncodedConfigUpdate {
     /// Encoded [`FleetConfiguration`].
     Full(Bytes),
     /// Encoded [`FleetChange`].
@@ -50,7 +50,7 @@ pub enum ConfigUpdate {
 
 /// Numbers of the newest updates that have been sent to a session.
 #[derive(Debug, Default)]
-pub struct UpdateCursor {
+pub struct SentUpdateCursor {
     newest_update_number: u64,
     configuration_update_number: u64,
 }
@@ -61,10 +61,10 @@ impl PublishedConfiguration {
     }
 
     /// Returns the configuration update for a session that has the configuration of update `update_number`.
-    fn update_since(&self, update_number: u64) -> ConfigUpdate {
+    fn config_update_since(&self, update_number: u64) -> EncodedConfigUpdate {
         match &self.change_since_update {
-            Some((base, change)) if *base == update_number => ConfigUpdate::Change(change.clone()),
-            _ => ConfigUpdate::Full(
+            Some((base, change)) if *base == update_number => EncodedConfigUpdate::Change(change.clone()),
+            _ => EncodedConfigUpdate::Full(
                 self.encoded_configuration.get_or_init(|| self.fleet.encode(self.update_number)).clone(),
             ),
         }
@@ -74,7 +74,7 @@ impl PublishedConfiguration {
 impl UpdatePublisher {
     pub fn new(configuration: FleetConfiguration) -> Self {
         let configuration = PublishedConfiguration::new(configuration, 1, None);
-        let published_state = PublishedState {
+        let published_state = NewestPublishedUpdates {
             configuration,
             newest_update_number: 1,
             newest_tables: HashMap::new(),
@@ -83,12 +83,12 @@ impl UpdatePublisher {
         Self { published_state: Mutex::new(published_state), newest_update_sender: watch::Sender::new(1) }
     }
 
-    fn lock_state(&self) -> MutexGuard<'_, PublishedState> {
+    fn lock_state(&self) -> MutexGuard<'_, NewestPublishedUpdates> {
         // Every call leaves a consistent snapshot.
         self.published_state.lock()
     }
 
-    fn publish_change(&self, change: impl FnOnce(&mut PublishedState, u64)) {
+    fn publish_change(&self, change: impl FnOnce(&mut NewestPublishedUpdates, u64)) {
         let newest_update_number = {
             let mut published_state = self.lock_state();
             published_state.newest_update_number += 1;
@@ -114,7 +114,7 @@ impl UpdatePublisher {
     pub fn publish_configuration(&self, configuration: FleetConfiguration, keep: impl Fn(ServiceIndex) -> bool) {
         self.publish_change(|snapshot, number| {
             let previous_configuration = &snapshot.configuration;
-            let fleet_change = FleetChange::between(
+            let fleet_change = FleetChange::between_configurations(
                 (previous_configuration.update_number, &previous_configuration.fleet),
                 (number, &configuration),
             );
@@ -125,21 +125,21 @@ impl UpdatePublisher {
         });
     }
 
-    pub fn take_pending_updates(&self, cursor: &mut UpdateCursor) -> PendingUpdates {
+    pub fn take_pending_updates(&self, cursor: &mut SentUpdateCursor) -> PendingSessionUpdates {
         let published_state = self.lock_state();
         let update_number = published_state.configuration.update_number;
         let configuration = (update_number > cursor.newest_update_number)
-            .then(|| published_state.configuration.update_since(cursor.configuration_update_number));
+            .then(|| published_state.configuration.config_update_since(cursor.configuration_update_number));
         let first_table_key = (cursor.newest_update_number + 1, ServiceIndex::FIRST);
         let tables =
             published_state.tables_by_update.range(first_table_key..).map(|(_, table)| table.clone()).collect();
         (cursor.newest_update_number, cursor.configuration_update_number) =
             (published_state.newest_update_number, update_number);
-        PendingUpdates { configuration, tables }
+        PendingSessionUpdates { configuration, tables }
     }
 
     /// Returns a receiver of the newest update's number, which changes with every update.
-    pub fn subscribe(&self) -> watch::Receiver<u64> {
+    pub fn subscribe_to_update_number(&self) -> watch::Receiver<u64> {
         self.newest_update_sender.subscribe()
     }
 }
@@ -148,19 +148,19 @@ impl UpdatePublisher {
 mod tests {
     use std::time::Duration;
 
-    use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+    use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 
     use super::*;
 
-    fn service_index(index: u32) -> ServiceIndex {
+    fn to_service_index(index: u32) -> ServiceIndex {
         ServiceIndex::new(index).unwrap()
     }
 
-    fn fleet_configuration(generation: u64) -> FleetConfiguration {
+    fn build_fleet_configuration(generation: u64) -> FleetConfiguration {
         let key = CookieKey { k0: 1, k1: 2 };
         FleetConfiguration {
             generation,
-            keys: FleetCookieKeys { keys: [key; 2], current_key_index: KeyIndex::First },
+            keys: FleetCookieKeys { keys: [key; 2], current_key_index: CookieKeyIndex::First },
             services: Vec::new(),
             load_balancers: Vec::new(),
             report_interval: Duration::from_millis(100),
@@ -172,15 +172,15 @@ mod tests {
     /// any, and the tables.
     fn take_generations_and_tables(
         publisher: &UpdatePublisher,
-        cursor: &mut UpdateCursor,
+        cursor: &mut SentUpdateCursor,
     ) -> (Option<u64>, Option<u64>, Vec<Vec<u8>>) {
         let pending_updates = publisher.take_pending_updates(cursor);
         let (mut whole_generation, mut change_generation) = (None, None);
         match pending_updates.configuration {
-            Some(ConfigUpdate::Full(bytes)) => {
+            Some(EncodedConfigUpdate::Full(bytes)) => {
                 whole_generation = Some(FleetConfiguration::decode(bytes).unwrap().1.generation)
             }
-            Some(ConfigUpdate::Change(bytes)) => {
+            Some(EncodedConfigUpdate::Change(bytes)) => {
                 change_generation = Some(FleetChange::decode(bytes).unwrap().0.configuration.generation)
             }
             None => {}
@@ -190,35 +190,35 @@ mod tests {
 
     #[test]
     fn subscriber_gets_the_newest_update_once() {
-        let publisher = UpdatePublisher::new(fleet_configuration(1));
-        let mut cursor = UpdateCursor::default();
+        let publisher = UpdatePublisher::new(build_fleet_configuration(1));
+        let mut cursor = SentUpdateCursor::default();
         assert_eq!(take_generations_and_tables(&publisher, &mut cursor), (Some(1), None, vec![]));
-        publisher.publish_tables([(service_index(1), "1".into()), (service_index(2), "2".into())]);
-        publisher.publish_tables([(service_index(1), "1 again".into())]);
+        publisher.publish_tables([(to_service_index(1), "1".into()), (to_service_index(2), "2".into())]);
+        publisher.publish_tables([(to_service_index(1), "1 again".into())]);
         assert_eq!(
             take_generations_and_tables(&publisher, &mut cursor),
             (None, None, vec![b"2".to_vec(), b"1 again".to_vec()])
         );
         assert_eq!(take_generations_and_tables(&publisher, &mut cursor), (None, None, vec![]));
-        publisher.publish_configuration(fleet_configuration(2), |index| index == service_index(2));
+        publisher.publish_configuration(build_fleet_configuration(2), |index| index == to_service_index(2));
         assert_eq!(take_generations_and_tables(&publisher, &mut cursor), (None, Some(2), vec![]));
         assert_eq!(
-            take_generations_and_tables(&publisher, &mut UpdateCursor::default()),
+            take_generations_and_tables(&publisher, &mut SentUpdateCursor::default()),
             (Some(2), None, vec![b"2".to_vec()])
         );
     }
 
     #[test]
     fn configuration_change_applies_to_its_base_generation_only() {
-        let publisher = UpdatePublisher::new(fleet_configuration(1));
-        let (mut fast_cursor, mut slow_cursor) = (UpdateCursor::default(), UpdateCursor::default());
+        let publisher = UpdatePublisher::new(build_fleet_configuration(1));
+        let (mut fast_cursor, mut slow_cursor) = (SentUpdateCursor::default(), SentUpdateCursor::default());
         for cursor in [&mut fast_cursor, &mut slow_cursor] {
             assert_eq!(take_generations_and_tables(&publisher, cursor), (Some(1), None, vec![]));
         }
-        publisher.publish_configuration(fleet_configuration(2), |_| true);
+        publisher.publish_configuration(build_fleet_configuration(2), |_| true);
         assert_eq!(take_generations_and_tables(&publisher, &mut fast_cursor), (None, Some(2), vec![]));
-        publisher.publish_tables([(service_index(1), "1".into())]);
-        publisher.publish_configuration(fleet_configuration(3), |_| true);
+        publisher.publish_tables([(to_service_index(1), "1".into())]);
+        publisher.publish_configuration(build_fleet_configuration(3), |_| true);
         assert_eq!(take_generations_and_tables(&publisher, &mut fast_cursor), (None, Some(3), vec![b"1".to_vec()]));
         assert_eq!(take_generations_and_tables(&publisher, &mut slow_cursor), (Some(3), None, vec![b"1".to_vec()]));
     }

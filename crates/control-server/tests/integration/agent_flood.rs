@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use coreward_controller::rejection::REPORT_BURST;
+use coreward_controller::rejection::MAX_REPORT_BURST;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use tokio::sync::mpsc;
@@ -24,17 +24,18 @@ async fn open_agent_stream(
 ) -> (mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>) {
     let (sender, receiver) = mpsc::channel(4);
     let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
-    sender.send(agent_message(Message::Registration(registration))).await.unwrap();
-    let updates = controller.control_client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+    sender.send(to_agent_message(Message::Registration(registration))).await.unwrap();
+    let updates =
+        controller.connect_control_client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
     (sender, updates)
 }
 
-fn agent_message(message: Message) -> v1::AgentMessage {
+fn to_agent_message(message: Message) -> v1::AgentMessage {
     v1::AgentMessage { message: Some(message) }
 }
 
 fn report_message(sequence: u64) -> v1::AgentMessage {
-    agent_message(Message::Report(v1::Report {
+    to_agent_message(Message::Report(v1::Report {
         sequence,
         sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
         time_to_live_ms: 60_000,
@@ -46,8 +47,8 @@ fn report_message(sequence: u64) -> v1::AgentMessage {
 }
 
 /// Returns the number of reports that the controller has decoded, whether it accepted or rejected them.
-async fn decoded_report_count(controller: &RunningController) -> u64 {
-    let status = controller.status().await;
+async fn read_decoded_report_count(controller: &RunningController) -> u64 {
+    let status = controller.fetch_status().await;
     let report_rejection_reasons = ["too_often", "out_of_order", "clock_stalled", "impossible_load"];
     status.accepted_reports
         + report_rejection_reasons.iter().map(|reason| status.rejected_reports[*reason]).sum::<u64>()
@@ -75,9 +76,9 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
     let controller = Arc::new(controller);
     let start_time = Instant::now();
     let flood_task = tokio::spawn(send_report_flood(controller.clone()));
-    let report_burst = u64::from(REPORT_BURST);
+    let report_burst = u64::from(MAX_REPORT_BURST);
     with_timeout("the reports that it may send at once", async {
-        while decoded_report_count(&controller).await < report_burst {}
+        while read_decoded_report_count(&controller).await < report_burst {}
     })
     .await;
     // Another agent's reports are accepted meanwhile.
@@ -86,12 +87,12 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
         other_sender.send(report_message(sequence)).await.unwrap();
     }
     let has_other_agent_reported = async || {
-        let status = controller.status().await;
+        let status = controller.fetch_status().await;
         status.servers.iter().any(|server| server.name == "s2" && server.report_age_ms < 60_000)
     };
     with_timeout("the other agent's reports", async { while !has_other_agent_reported().await {} }).await;
     for _ in 0..200 {
-        let decoded_count = decoded_report_count(&controller).await;
+        let decoded_count = read_decoded_report_count(&controller).await;
         // The count includes two reports per interval, the burst, the other agent's reports, and one event for
         // exceeding the limit.
         let allowed_report_count = start_time.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
@@ -99,7 +100,7 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
         assert!(decoded_count <= max_decoded_count, "{decoded_count} decoded, at most {max_decoded_count} expected");
         assert!(!flood_task.is_finished(), "{REPORT_COUNT} reports were read on one stream");
     }
-    let rejection_counts = controller.status().await.rejected_reports;
+    let rejection_counts = controller.fetch_status().await.rejected_reports;
     assert!(rejection_counts["too_often"] > 0, "a delay is counted");
     flood_task.abort();
 }
@@ -121,14 +122,16 @@ async fn message_larger_than_256_kib_ends_an_agents_stream() {
         let (sender, updates) = open_agent_stream(&controller, server).await;
         let warnings = vec!["w".repeat(bytes)];
         let large_report = v1::Report { warnings, time_to_live_ms: 1, core_busy_ns: vec![1], ..Default::default() };
-        sender.send(agent_message(Message::Report(large_report))).await.unwrap();
+        sender.send(to_agent_message(Message::Report(large_report))).await.unwrap();
         match code {
             Some(code) => {
                 let end_status = wait_for_stream_end(updates).await;
                 assert_eq!(end_status.code(), code, "{end_status}");
                 assert!(end_status.message().contains("262144"), "{end_status}");
             }
-            None => with_timeout("the report", async { while decoded_report_count(&controller).await == 0 {} }).await,
+            None => {
+                with_timeout("the report", async { while read_decoded_report_count(&controller).await == 0 {} }).await
+            }
         }
     }
 }

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use coreward_api::Role;
 use coreward_api::types::{CheckRequest, DrainOrigin, DrainServer, NewFleet, ServerState};
-use coreward_http::client::Client;
-use coreward_http::tokens::token_path;
+use coreward_http::client::ControllerClient;
+use coreward_http::tokens::token_file_path;
 use coreward_http::{Problem, ProblemKind};
 use reqwest::{Method, StatusCode};
 use serde_json::Value;
@@ -18,28 +18,28 @@ const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:
 /// Operations other than GET that a viewer may request, because they do not change the fleet.
 const VIEWER_OPERATIONS: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
-struct TestEnv {
+struct ApiTestEnv {
     test_directory: TestDirectory,
     controller: RunningController,
     http_client: reqwest::Client,
 }
 
-impl TestEnv {
+impl ApiTestEnv {
     async fn start(test_directory: TestDirectory) -> Self {
         let controller = test_directory.start_controller().await;
         Self { test_directory, controller, http_client: reqwest::Client::builder().no_proxy().build().unwrap() }
     }
 
-    fn token_file(&self, role: Role) -> PathBuf {
-        token_path(self.test_directory.temporary_directory.path(), role)
+    fn token_file_path(&self, role: Role) -> PathBuf {
+        token_file_path(self.test_directory.temporary_directory.path(), role)
     }
 
-    fn client(&self, role: Role) -> Client {
-        Client::new(self.controller.api_address.into(), &self.token_file(role)).unwrap()
+    fn client_with_role(&self, role: Role) -> ControllerClient {
+        ControllerClient::new(self.controller.api_address.into(), &self.token_file_path(role)).unwrap()
     }
 
-    fn token(&self, role: Role) -> String {
-        std::fs::read_to_string(self.token_file(role)).unwrap().trim().to_owned()
+    fn read_token(&self, role: Role) -> String {
+        std::fs::read_to_string(self.token_file_path(role)).unwrap().trim().to_owned()
     }
 
     /// Sends a request, and repeats it while the API rejects it because of the limit of rejected requests.
@@ -100,8 +100,8 @@ fn documented_operations(document: &Value) -> Vec<(String, String, Role)> {
 /// Asserts that every operation of the OpenAPI document requires a token, and that a viewer's token changes nothing.
 #[tokio::test]
 async fn every_endpoint_requires_authentication() {
-    let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
-    let (viewer, operator) = (env.token(Role::Viewer), env.token(Role::Operator));
+    let env = ApiTestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
+    let (viewer, operator) = (env.read_token(Role::Viewer), env.read_token(Role::Operator));
     let (_, document) = env.send_request("GET", "/v1/openapi.json", Some(&viewer), None).await;
     assert_eq!(document["openapi"], "3.1.0");
     let operations = documented_operations(&document);
@@ -136,8 +136,8 @@ async fn every_endpoint_requires_authentication() {
 
 #[tokio::test]
 async fn invalid_request_is_answered_with_problem_json() {
-    let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
-    let token = env.token(Role::Operator);
+    let env = ApiTestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
+    let token = env.read_token(Role::Operator);
     let too_large_body = format!("{{\"force\": \"{}\"}}", "x".repeat(100_000));
     for (method, path, body, status, expected_detail) in [
         ("GET", "/v1/nothing", None, 404, "does not exist"),
@@ -175,8 +175,8 @@ async fn invalid_request_is_answered_with_problem_json() {
 async fn document_is_applied_whole_or_not_at_all() {
     let test_directory = TestDirectory::new(&[], "");
     test_directory.write_controller_config("");
-    let env = TestEnv::start(test_directory).await;
-    let client = env.client(Role::Operator);
+    let env = ApiTestEnv::start(test_directory).await;
+    let client = env.client_with_role(Role::Operator);
     let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{WEB_SERVICE_TOML}");
     let new_fleet_request =
         |text: &str, generation, dry_run| NewFleet { name: "a.toml".into(), text: text.into(), generation, dry_run };
@@ -212,9 +212,9 @@ async fn document_is_applied_whole_or_not_at_all() {
 /// An acknowledged drain lasts through a crash and a new document, until it is undrained.
 #[tokio::test]
 async fn drain_lasts_until_undrain() {
-    let mut env = TestEnv::start(TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML)).await;
+    let mut env = ApiTestEnv::start(TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML)).await;
     let path = "/v1/servers/s1/drain";
-    let token = env.token(Role::Operator);
+    let token = env.read_token(Role::Operator);
     for (method, path, body, status, expected_detail) in [
         ("POST", "/v1/servers/s9/drain", "{}", 404, "server \"s9\" does not exist"),
         ("DELETE", "/v1/servers/s9/drain", "", 404, "server \"s9\" does not exist"),
@@ -227,11 +227,11 @@ async fn drain_lasts_until_undrain() {
         assert_eq!(actual_status.as_u16(), status, "{method} {path}: {problem}");
         assert!(problem["detail"].as_str().unwrap().contains(expected_detail), "{method} {path}: {problem}");
     }
-    let client = env.client(Role::Operator);
+    let client = env.client_with_role(Role::Operator);
     let (drain_request, forced_request) =
         (DrainServer::default(), DrainServer { force: true, ..DrainServer::default() });
     let start_time = std::time::Instant::now();
-    let first_drain_status = client.drain("s1", &drain_request).await.unwrap();
+    let first_drain_status = client.drain_server("s1", &drain_request).await.unwrap();
     let drain = first_drain_status.drain.clone().unwrap();
     assert_eq!(
         (first_drain_status.state, drain.origin, drain.services.len()),
@@ -247,21 +247,21 @@ async fn drain_lasts_until_undrain() {
         "no agent counts"
     );
     let generation = client.status(false).await.unwrap().configuration_generation;
-    let repeated_drain_status = client.drain("s1", &drain_request).await.unwrap();
+    let repeated_drain_status = client.drain_server("s1", &drain_request).await.unwrap();
     assert_eq!(repeated_drain_status.drain.unwrap().services, drain.services);
     assert_eq!(client.status(false).await.unwrap().configuration_generation, generation, "nothing has changed");
-    let last_server_error = client.drain("s2", &drain_request).await.unwrap_err();
+    let last_server_error = client.drain_server("s2", &drain_request).await.unwrap_err();
     let problem = last_server_error.downcast_ref::<Problem>().unwrap();
     assert_eq!(problem.kind, ProblemKind::Conflict);
     assert_eq!(problem.detail, "no other server of web takes new connections: expected one, or `force`");
-    assert_eq!(client.drain("s2", &forced_request).await.unwrap().state, ServerState::Draining);
-    assert_eq!(client.undrain("s2").await.unwrap().drain, None);
+    assert_eq!(client.drain_server("s2", &forced_request).await.unwrap().state, ServerState::Draining);
+    assert_eq!(client.undrain_server("s2").await.unwrap().drain, None);
 
     env.controller.kill().await;
     // The server is active in another document.
     env.test_directory.write_fleet_file(&["s1", "s2", "s3"], WEB_SERVICE_TOML);
     env.controller = env.test_directory.start_controller().await;
-    let client = env.client(Role::Operator);
+    let client = env.client_with_role(Role::Operator);
     let drain_after_restart = client.drain_status("s1").await.unwrap().drain.unwrap();
     assert_eq!(drain_after_restart.origin, DrainOrigin::Command);
     // The stored clock stops while no controller runs, and it is saved once a second.
@@ -275,7 +275,7 @@ async fn drain_lasts_until_undrain() {
         "{server_states:?}"
     );
     for _ in 0..2 {
-        let drain_status = client.undrain("s1").await.unwrap();
+        let drain_status = client.undrain_server("s1").await.unwrap();
         assert_eq!((drain_status.state, drain_status.drain), (ServerState::Active, None));
     }
     let (_, events) = env.send_request("GET", "/v1/events", Some(&token), None).await;
@@ -285,23 +285,28 @@ async fn drain_lasts_until_undrain() {
 /// A browser that has logged in with a token continues with a cookie, which has a viewer's rights.
 #[tokio::test]
 async fn session_cookie_permits_reads_but_no_changes() {
-    let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
-    let url = |path: &str| format!("http://{}{path}", env.controller.api_address);
-    let page_response = env.http_client.get(url("/")).send().await.unwrap();
+    let env = ApiTestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
+    let build_url = |path: &str| format!("http://{}{path}", env.controller.api_address);
+    let page_response = env.http_client.get(build_url("/")).send().await.unwrap();
     assert!(page_response.headers()["content-security-policy"].to_str().unwrap().starts_with("default-src 'none'"));
     assert!(page_response.text().await.unwrap().contains("<title>coreward</title>"));
-    let login_response =
-        env.http_client.post(url("/v1/session")).bearer_auth(env.token(Role::Operator)).send().await.unwrap();
+    let login_response = env
+        .http_client
+        .post(build_url("/v1/session"))
+        .bearer_auth(env.read_token(Role::Operator))
+        .send()
+        .await
+        .unwrap();
     let cookie = login_response.headers()["set-cookie"].to_str().unwrap().split(';').next().unwrap().to_owned();
-    let with_cookie = |request: reqwest::RequestBuilder| request.header("cookie", &cookie);
-    let status = with_cookie(env.http_client.get(url("/v1/status"))).send().await.unwrap().status();
+    let add_cookie = |request: reqwest::RequestBuilder| request.header("cookie", &cookie);
+    let status = add_cookie(env.http_client.get(build_url("/v1/status"))).send().await.unwrap().status();
     assert_eq!(status, StatusCode::OK);
     let rotation_request =
-        with_cookie(env.http_client.post(url("/v1/keys/rotate"))).json(&serde_json::json!({"force": true}));
+        add_cookie(env.http_client.post(build_url("/v1/keys/rotate"))).json(&serde_json::json!({"force": true}));
     assert_eq!(rotation_request.send().await.unwrap().status(), StatusCode::FORBIDDEN);
-    let logout_response = with_cookie(env.http_client.delete(url("/v1/session"))).send().await.unwrap();
+    let logout_response = add_cookie(env.http_client.delete(build_url("/v1/session"))).send().await.unwrap();
     assert_eq!(logout_response.status(), StatusCode::NO_CONTENT);
-    let status = with_cookie(env.http_client.get(url("/v1/status"))).send().await.unwrap().status();
+    let status = add_cookie(env.http_client.get(build_url("/v1/status"))).send().await.unwrap().status();
     assert_eq!(status, StatusCode::UNAUTHORIZED);
 }
 
@@ -310,10 +315,10 @@ async fn session_cookie_permits_reads_but_no_changes() {
 async fn watcher_is_sent_missed_events_after_a_reconnect() {
     let test_directory = TestDirectory::new(&[], "");
     test_directory.write_controller_config("");
-    let env = TestEnv::start(test_directory).await;
+    let env = ApiTestEnv::start(test_directory).await;
     let read_until = async |last_event_id: Option<&str>, end_marker: &str| {
         let url = format!("http://{}/v1/watch?interval_ms=250", env.controller.api_address);
-        let mut request = env.http_client.get(url).bearer_auth(env.token(Role::Viewer));
+        let mut request = env.http_client.get(url).bearer_auth(env.read_token(Role::Viewer));
         if let Some(id) = last_event_id {
             request = request.header("last-event-id", id);
         }
@@ -335,7 +340,7 @@ async fn watcher_is_sent_missed_events_after_a_reconnect() {
     let id = start_messages.lines().find_map(|line| line.strip_prefix("id: ")).unwrap().to_owned();
     let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{WEB_SERVICE_TOML}");
     let document = NewFleet { name: "a.toml".into(), text, generation: 0, dry_run: false };
-    env.client(Role::Operator).apply_fleet(&document).await.unwrap();
+    env.client_with_role(Role::Operator).apply_fleet(&document).await.unwrap();
     let messages_after_reconnect = read_until(Some(&id), "new, at 10.2.0.1: ").await;
     assert!(messages_after_reconnect.contains("applied the document of generation 1"), "{messages_after_reconnect}");
     assert!(!messages_after_reconnect.contains("the controller has started"), "{messages_after_reconnect}");
@@ -343,7 +348,7 @@ async fn watcher_is_sent_missed_events_after_a_reconnect() {
 
 #[tokio::test]
 async fn requests_in_the_api_manual_work() {
-    let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
+    let env = ApiTestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
     let api_manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
     let script = api_manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
     let directory = env.test_directory.temporary_directory.path().display().to_string();

@@ -19,8 +19,9 @@ fn empty_test_directory() -> TestDirectory {
 }
 
 fn fleet_document(servers: &[&str], additional_text: &str) -> String {
-    let server_section = |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
-    let server_sections: String = servers.iter().map(server_section).collect();
+    let format_server_section =
+        |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
+    let server_sections: String = servers.iter().map(format_server_section).collect();
     format!("# Ours.\nreport_interval = \"10ms\"\n{server_sections}{WEB_SERVICE_TOML}{additional_text}")
 }
 
@@ -38,14 +39,15 @@ impl RunningController {
     /// Reads the proposed fleet in a blocking task, because `coreward apply` has a runtime of its own.
     async fn read_proposal(&self, test_directory: &TestDirectory, text: &str) -> Result<ProposedFleet, String> {
         let (client, file) = (self.client.clone(), test_directory.write_proposed_file(text));
-        let proposed_fleet = tokio::task::spawn_blocking(move || ProposedFleet::read(&client, &file)).await.unwrap();
+        let proposed_fleet =
+            tokio::task::spawn_blocking(move || ProposedFleet::read_and_check(&client, &file)).await.unwrap();
         proposed_fleet.map_err(|error| {
             format!("{error:#}").replace(test_directory.temporary_directory.path().to_str().unwrap(), "")
         })
     }
 
-    async fn apply(&self, test_directory: &TestDirectory, text: &str) -> Result<u64, String> {
-        apply(self.read_proposal(test_directory, text).await?).await
+    async fn apply_proposed_text(&self, test_directory: &TestDirectory, text: &str) -> Result<u64, String> {
+        apply_proposed_fleet(self.read_proposal(test_directory, text).await?).await
     }
 
     async fn show_fleet(&self, format: OutputFormat) -> String {
@@ -65,13 +67,13 @@ impl RunningController {
         );
     }
 
-    async fn applied_document(&self) -> Fleet {
+    async fn fetch_applied_document(&self) -> Fleet {
         self.client.fleet().await.unwrap()
     }
 
     async fn wait_for_status(&self, awaited_event: &str, is_expected: impl Fn(&Status) -> bool) {
         with_timeout(awaited_event, async {
-            while !is_expected(&self.status().await) {
+            while !is_expected(&self.fetch_status().await) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         })
@@ -80,15 +82,16 @@ impl RunningController {
 
     /// Returns the stored parts of the configuration, which are server ids, states and weights, and services with their
     /// servers. A server in its slow start counts as active, because the progress of the slow start is not stored.
-    async fn stored_configuration(
+    async fn fetch_stored_configuration(
         &self,
     ) -> (BTreeMap<String, (u32, String, u32)>, BTreeMap<String, (String, u32, Vec<String>)>) {
-        let status = self.status().await;
+        let status = self.fetch_status().await;
         let to_stored_state = |state| if state == ServerState::Joining { ServerState::Active } else { state };
         let server =
             |server: Server| (server.name, (server.id, to_stored_state(server.state).to_string(), server.weight));
-        let service_entry = |service: Service| (service.name, (service.policy, service.bucket_count, service.servers));
-        (status.servers.into_iter().map(server).collect(), status.services.into_iter().map(service_entry).collect())
+        let to_service_entry =
+            |service: Service| (service.name, (service.policy, service.bucket_count, service.servers));
+        (status.servers.into_iter().map(server).collect(), status.services.into_iter().map(to_service_entry).collect())
     }
 }
 
@@ -96,7 +99,7 @@ fn server_state(status: &Status, name: &str) -> ServerState {
     status.servers.iter().find(|server| server.name == name).unwrap().state
 }
 
-async fn apply(proposed_fleet: ProposedFleet) -> Result<u64, String> {
+async fn apply_proposed_fleet(proposed_fleet: ProposedFleet) -> Result<u64, String> {
     let apply_result = tokio::task::spawn_blocking(move || proposed_fleet.apply()).await.unwrap();
     apply_result.map(|applied_fleet| applied_fleet.generation).map_err(|error| format!("{error:#}"))
 }
@@ -105,16 +108,16 @@ async fn apply(proposed_fleet: ProposedFleet) -> Result<u64, String> {
 async fn applied_fleet_is_shown_and_survives_a_restart() {
     let test_directory = empty_test_directory();
     let controller = test_directory.start_controller().await;
-    assert_eq!(controller.applied_document().await, Fleet { generation: 0, text: String::new(), file: None });
+    assert_eq!(controller.fetch_applied_document().await, Fleet { generation: 0, text: String::new(), file: None });
     let first_document = fleet_document(&["s1", "s2"], "");
     let proposed_fleet = controller.read_proposal(&test_directory, &first_document).await.unwrap();
     let is_added = |change: &&FleetChange| change.message.starts_with("+ ");
     let added_subjects: Vec<&str> =
         proposed_fleet.changes().iter().filter(is_added).map(|change| change.subject.as_str()).collect();
     assert_eq!(added_subjects, ["server s1", "server s2", "service web"]);
-    assert_eq!(controller.applied_document().await.generation, 0, "a look changes nothing");
-    assert_eq!(apply(proposed_fleet).await, Ok(1));
-    let configuration_before = controller.stored_configuration().await;
+    assert_eq!(controller.fetch_applied_document().await.generation, 0, "a look changes nothing");
+    assert_eq!(apply_proposed_fleet(proposed_fleet).await, Ok(1));
+    let configuration_before = controller.fetch_stored_configuration().await;
     assert_eq!(configuration_before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
 
     let repeated_proposal = controller.read_proposal(&test_directory, &first_document).await.unwrap();
@@ -129,13 +132,13 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
         draining_fleet.format_changes(OutputFormat::Text).unwrap(),
         "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n"
     );
-    assert_eq!(apply(draining_fleet).await, Ok(2));
+    assert_eq!(apply_proposed_fleet(draining_fleet).await, Ok(2));
     controller.expect_applied_fleet_is_shown(2, &draining_document).await;
 
     controller.kill().await;
     let controller = test_directory.start_controller().await;
-    assert_eq!(controller.applied_document().await, Fleet { generation: 2, text: draining_document, file: None });
-    let configuration_after = controller.stored_configuration().await;
+    assert_eq!(controller.fetch_applied_document().await, Fleet { generation: 2, text: draining_document, file: None });
+    let configuration_after = controller.fetch_stored_configuration().await;
     assert_eq!(configuration_after.0["s1"], (configuration_before.0["s1"].0, "draining".to_owned(), 1));
     assert_eq!(
         (&configuration_after.0["s2"], &configuration_after.1),
@@ -147,15 +150,15 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
 async fn document_based_on_an_old_generation_is_rejected() {
     let test_directory = empty_test_directory();
     let controller = test_directory.start_controller().await;
-    controller.apply(&test_directory, &fleet_document(&["s1"], "")).await.unwrap();
+    controller.apply_proposed_text(&test_directory, &fleet_document(&["s1"], "")).await.unwrap();
     let [late, early] = [&["s1", "s3"], &["s1", "s2"]].map(|servers| fleet_document(servers, ""));
     let late_proposal = controller.read_proposal(&test_directory, &late).await.unwrap();
-    assert_eq!(controller.apply(&test_directory, &early).await, Ok(2));
+    assert_eq!(controller.apply_proposed_text(&test_directory, &early).await, Ok(2));
     assert_eq!(
-        apply(late_proposal).await.unwrap_err(),
+        apply_proposed_fleet(late_proposal).await.unwrap_err(),
         "generation 2 is in force, not 1, with which this was compared: expected a comparison with it"
     );
-    assert_eq!(controller.applied_document().await, Fleet { generation: 2, text: early, file: None });
+    assert_eq!(controller.fetch_applied_document().await, Fleet { generation: 2, text: early, file: None });
 }
 
 #[tokio::test]
@@ -163,11 +166,16 @@ async fn invalid_document_changes_nothing() {
     let test_directory = empty_test_directory();
     let controller = test_directory.start_controller().await;
     let first_document = fleet_document(&["s1"], "").replace("address", "id = 7\naddress");
-    controller.apply(&test_directory, &first_document).await.unwrap();
-    let configuration_before = controller.stored_configuration().await;
+    controller.apply_proposed_text(&test_directory, &first_document).await.unwrap();
+    let configuration_before = controller.fetch_stored_configuration().await;
     let invalid_document = fleet_document(&["s1", "s1"], "weihgt = 2\n");
     assert_eq!(
-        controller.apply(&test_directory, &invalid_document).await.unwrap_err().lines().collect::<Vec<_>>(),
+        controller
+            .apply_proposed_text(&test_directory, &invalid_document)
+            .await
+            .unwrap_err()
+            .lines()
+            .collect::<Vec<_>>(),
         [
             "/wanted.toml:7:8: key `server.name`: server name s1 is used twice (first in line 4): expected each once",
             "/wanted.toml:8:11: key `server.address`: server address 10.2.0.1 is used twice (first in line 5): \
@@ -180,7 +188,7 @@ async fn invalid_document_changes_nothing() {
     // The document itself is valid, but only the controller has the record that connections may still use the id.
     let duplicate_id_document = fleet_document(&["s2"], "").replace("address", "id = 7\naddress");
     assert_eq!(
-        controller.apply(&test_directory, &duplicate_id_document).await.unwrap_err(),
+        controller.apply_proposed_text(&test_directory, &duplicate_id_document).await.unwrap_err(),
         "/wanted.toml:5:6: key `server.id`: server id 7 belongs to server \"s1\", whose connections may still carry \
          it: expected one that is free, or none to have one drawn"
     );
@@ -189,8 +197,8 @@ async fn invalid_document_changes_nothing() {
         NewFleet { name: "w".into(), text: "load_ewma_alpha = 2\n".into(), generation: 1, dry_run: false };
     let rejection = controller.client.apply_fleet(&invalid_fleet).await.unwrap_err();
     assert_eq!(rejection.to_string(), "w:1:19: key `load_ewma_alpha`: alpha 2: expected a number above 0, at most 1");
-    assert_eq!(controller.applied_document().await, Fleet { generation: 1, text: first_document, file: None });
-    assert_eq!(controller.stored_configuration().await, configuration_before);
+    assert_eq!(controller.fetch_applied_document().await, Fleet { generation: 1, text: first_document, file: None });
+    assert_eq!(controller.fetch_stored_configuration().await, configuration_before);
 }
 
 /// The slow start of a server is not stored, so the next controller gives the server its full share at once.
@@ -199,14 +207,17 @@ async fn slow_start_ends_with_a_restart() {
     let test_directory = empty_test_directory();
     let controller = test_directory.start_controller().await;
     let slow_start_line = "slow_start = \"1h\"\n";
-    assert_eq!(controller.apply(&test_directory, &fleet_document(&["s1"], slow_start_line)).await, Ok(1));
+    assert_eq!(controller.apply_proposed_text(&test_directory, &fleet_document(&["s1"], slow_start_line)).await, Ok(1));
     controller.wait_for_status("the first table", |status| status.services[0].table_generation > 0).await;
-    assert_eq!(controller.apply(&test_directory, &fleet_document(&["s1", "s2"], slow_start_line)).await, Ok(2));
+    assert_eq!(
+        controller.apply_proposed_text(&test_directory, &fleet_document(&["s1", "s2"], slow_start_line)).await,
+        Ok(2)
+    );
     controller.wait_for_status("s2 to join", |status| server_state(status, "s2") == ServerState::Joining).await;
-    assert_eq!(controller.stored_configuration().await.0["s2"].1, "active", "its slow start is not stored");
+    assert_eq!(controller.fetch_stored_configuration().await.0["s2"].1, "active", "its slow start is not stored");
     controller.kill().await;
     let controller = test_directory.start_controller().await;
-    assert_eq!(server_state(&controller.status().await, "s2"), ServerState::Active);
+    assert_eq!(server_state(&controller.fetch_status().await, "s2"), ServerState::Active);
 }
 
 /// Also asserts that the fleet remains unchanged if the file is removed.
@@ -215,7 +226,7 @@ async fn fleet_managed_by_a_file_changes_only_with_the_file() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
     let fleet_file = test_directory.temporary_directory.path().join("fleet.toml");
     let controller = test_directory.start_controller().await;
-    let applied_fleet = controller.applied_document().await;
+    let applied_fleet = controller.fetch_applied_document().await;
     assert_eq!((applied_fleet.generation, applied_fleet.text), (1, std::fs::read_to_string(&fleet_file).unwrap()));
     assert_eq!(applied_fleet.file, Some(fleet_file.display().to_string()));
     // An operator may still see what a document would change.
@@ -225,7 +236,7 @@ async fn fleet_managed_by_a_file_changes_only_with_the_file() {
         "{:?}",
         proposed_fleet.changes()
     );
-    let apply_error = apply(proposed_fleet)
+    let apply_error = apply_proposed_fleet(proposed_fleet)
         .await
         .unwrap_err()
         .replace(&test_directory.temporary_directory.path().display().to_string(), "");
@@ -234,17 +245,17 @@ async fn fleet_managed_by_a_file_changes_only_with_the_file() {
         "this controller's fleet is managed by /fleet.toml (`fleet` in /controller.toml): expected changes there, then \
          SIGHUP"
     );
-    let configuration_before = controller.stored_configuration().await;
+    let configuration_before = controller.fetch_stored_configuration().await;
     controller.kill().await;
     test_directory.write_controller_config("");
     std::fs::remove_file(fleet_file).unwrap();
     let controller = test_directory.start_controller().await;
-    assert_eq!(controller.stored_configuration().await, configuration_before);
-    assert_eq!(controller.apply(&test_directory, &fleet_document(&["s1", "s2"], "")).await, Ok(2));
+    assert_eq!(controller.fetch_stored_configuration().await, configuration_before);
+    assert_eq!(controller.apply_proposed_text(&test_directory, &fleet_document(&["s1", "s2"], "")).await, Ok(2));
 }
 
 /// Returns a strategy that generates valid fleet documents, with servers and services in any order, and with comments.
-fn valid_documents() -> impl Strategy<Value = String> {
+fn any_valid_document() -> impl Strategy<Value = String> {
     let server_keys = (0u8..3, any::<bool>(), 0u8..=100, any::<bool>());
     let servers = prop::collection::btree_map(1u8..40, server_keys, 0..12);
     let service_keys =
@@ -279,21 +290,23 @@ proptest! {
 
     /// A controller that is killed and restarted has the applied document, with the same text, ids, states and pools.
     #[test]
-    fn any_fleet_survives_a_restart(first in valid_documents(), second in valid_documents()) {
+    fn any_fleet_survives_a_restart(first in any_valid_document(), second in any_valid_document()) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let test_directory = empty_test_directory();
             let controller = test_directory.start_controller().await;
-            prop_assert_eq!(controller.apply(&test_directory, &first).await, Ok(1));
+            prop_assert_eq!(controller.apply_proposed_text(&test_directory, &first).await, Ok(1));
             // An id that the first document assigned may still be in cookies. In this case the second document is
             // rejected completely.
-            let apply_result = controller.apply(&test_directory, &second).await;
+            let apply_result = controller.apply_proposed_text(&test_directory, &second).await;
             let expected_document = if apply_result.is_ok() { &second } else { &first };
-            prop_assert_eq!(&controller.applied_document().await.text, expected_document);
-            let configuration_before = (controller.applied_document().await, controller.stored_configuration().await);
+            prop_assert_eq!(&controller.fetch_applied_document().await.text, expected_document);
+            let configuration_before =
+                (controller.fetch_applied_document().await, controller.fetch_stored_configuration().await);
             controller.kill().await;
             let controller = test_directory.start_controller().await;
-            let configuration_after = (controller.applied_document().await, controller.stored_configuration().await);
+            let configuration_after =
+                (controller.fetch_applied_document().await, controller.fetch_stored_configuration().await);
             controller.kill().await;
             prop_assert_eq!(configuration_after, configuration_before);
             Ok(())

@@ -16,8 +16,9 @@ fn directory_without_fleet_file() -> TestDirectory {
 }
 
 fn fleet_document(servers: &[&str]) -> String {
-    let server_section = |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
-    let server_sections: String = servers.iter().map(server_section).collect();
+    let format_server_section =
+        |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
+    let server_sections: String = servers.iter().map(format_server_section).collect();
     format!("{server_sections}[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = {{ check = \"tcp\" }}\n")
 }
 
@@ -31,8 +32,13 @@ async fn connect_load_balancer(controller: &RunningController) -> mpsc::Sender<v
     let registration =
         v1::LoadBalancerRegistration { name: "lb1".into(), version: "test".into(), ..Default::default() };
     send_message(&sender, Message::Registration(registration)).await;
-    let mut updates =
-        controller.control_client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+    let mut updates = controller
+        .connect_control_client()
+        .await
+        .load_balancer(ReceiverStream::new(receiver))
+        .await
+        .unwrap()
+        .into_inner();
     tokio::spawn(async move { while let Ok(Some(_)) = updates.message().await {} });
     sender
 }
@@ -51,13 +57,13 @@ async fn audit_entry_survives_a_restart() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
     apply_document(&controller, &fleet_document(&["s1", "s2"]), 0).await;
-    controller.client.drain("s1", &DrainServer::default()).await.unwrap();
-    controller.client.drain("s1", &DrainServer::default()).await.unwrap();
+    controller.client.drain_server("s1", &DrainServer::default()).await.unwrap();
+    controller.client.drain_server("s1", &DrainServer::default()).await.unwrap();
     apply_document(&controller, &fleet_document(&["s1", "s2", "s3"]), 1).await;
     controller.kill().await;
 
     let controller = test_directory.start_controller().await;
-    controller.client.undrain("s1").await.unwrap();
+    controller.client.undrain_server("s1").await.unwrap();
     let audit = controller.client.audit_log(&AuditQuery::default()).await.unwrap();
     let audit_entries: Vec<(u64, &str, &str, &str, &str)> = audit
         .entries
@@ -93,7 +99,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     let load_balancer_sender = connect_load_balancer(&controller).await;
     let acknowledgements = with_timeout("the load balancer", async {
         loop {
-            let acknowledgements = controller.client.acknowledgements().await.unwrap();
+            let acknowledgements = controller.client.configuration_acknowledgements().await.unwrap();
             if acknowledgements.pending_count == 1 {
                 break acknowledgements;
             }
@@ -111,7 +117,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     // The controller may make another configuration meanwhile.
     let acknowledgements = with_timeout("its answer", async {
         loop {
-            let acknowledgements = controller.client.acknowledgements().await.unwrap();
+            let acknowledgements = controller.client.configuration_acknowledgements().await.unwrap();
             if acknowledgements.pending_count == 0 {
                 break acknowledgements;
             }
@@ -133,7 +139,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
         ("configuration", rejection_reason.as_str())
     );
 
-    let load_balancer_state = controller.status().await.load_balancers.remove(0).state.unwrap();
+    let load_balancer_state = controller.fetch_status().await.load_balancers.remove(0).state.unwrap();
     assert_eq!(
         load_balancer_state.warnings,
         [format!("it rejects configuration 2 of service web: {rejection_reason}")]
@@ -150,7 +156,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
         }
     };
     with_timeout("the end of its stream", forget_when_disconnected).await;
-    assert_eq!(controller.status().await.load_balancers, []);
+    assert_eq!(controller.fetch_status().await.load_balancers, []);
 }
 
 /// Server s3 is down, so only one of the two healthy servers may be drained.
@@ -160,7 +166,7 @@ async fn concurrent_drains_leave_one_healthy_server() {
     let controller = test_directory.start_controller().await;
     apply_document(&controller, &fleet_document(&["s1", "s2", "s3"]), 0).await;
     let load_balancer_sender = connect_load_balancer(&controller).await;
-    let status = controller.status().await;
+    let status = controller.fetch_status().await;
     let servers = status.servers.iter().map(|server| v1::ServerHealth {
         server_id: server.id,
         up: Some(server.name != "s3"),
@@ -171,13 +177,14 @@ async fn concurrent_drains_leave_one_healthy_server() {
     with_timeout("s3 down", async {
         let is_s3_down =
             |server: &coreward_api::types::Server| server.name == "s3" && server.state == ServerState::Down;
-        while !controller.status().await.servers.iter().any(is_s3_down) {
+        while !controller.fetch_status().await.servers.iter().any(is_s3_down) {
             wait_for_rate_limit().await;
         }
     })
     .await;
     let request = DrainServer::default();
-    let drain_results = tokio::join!(controller.client.drain("s1", &request), controller.client.drain("s2", &request));
+    let drain_results =
+        tokio::join!(controller.client.drain_server("s1", &request), controller.client.drain_server("s2", &request));
     let drain_results = [drain_results.0, drain_results.1];
     assert_eq!(drain_results.iter().filter(|outcome| outcome.is_ok()).count(), 1, "{drain_results:?}");
     let drain_error = drain_results.into_iter().find_map(Result::err).unwrap();

@@ -7,31 +7,36 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use crate::support::{RunningController, TestDirectory, apply_update, with_timeout};
+use crate::support::{RunningController, TestDirectory, apply_update_to_configuration, with_timeout};
 
 const SERVER_AND_SERVICE_TOML: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n\
                    [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = { check = \"tcp\" }\n";
 const NO_SERVICES_TOML: &str = "report_interval = \"50ms\"\n";
 
 /// Simulated load balancer that is connected to a controller, and that may already have an active configuration.
-struct LoadBalancer {
+struct FakeLoadBalancer {
     update_stream: Streaming<DataplaneUpdate>,
     newest_configuration: Option<FleetConfiguration>,
     _message_sender: mpsc::Sender<v1::LoadBalancerMessage>,
 }
 
-impl LoadBalancer {
+impl FakeLoadBalancer {
     async fn connect(controller: &RunningController, configuration_generation: u64) -> Self {
         let (messages, receiver) = mpsc::channel(4);
         let registration =
             v1::LoadBalancerRegistration { name: "lb1".into(), configuration_generation, ..Default::default() };
         let message = Some(Message::Registration(registration));
         messages.send(v1::LoadBalancerMessage { message }).await.unwrap();
-        let updates =
-            controller.control_client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+        let updates = controller
+            .connect_control_client()
+            .await
+            .load_balancer(ReceiverStream::new(receiver))
+            .await
+            .unwrap()
+            .into_inner();
         with_timeout("the load balancer on record", async {
             while controller
-                .status()
+                .fetch_status()
                 .await
                 .load_balancers
                 .iter()
@@ -48,7 +53,7 @@ impl LoadBalancer {
     async fn receive_service_count(&mut self) -> usize {
         loop {
             let update = with_timeout("an update", self.update_stream.message()).await.unwrap().unwrap().update;
-            if update.is_some_and(|update| apply_update(&mut self.newest_configuration, &update)) {
+            if update.is_some_and(|update| apply_update_to_configuration(&mut self.newest_configuration, &update)) {
                 return self
                     .newest_configuration
                     .as_ref()
@@ -81,8 +86,8 @@ fn directory_without_fleet_file() -> TestDirectory {
 async fn controller_without_a_document_sends_no_configuration() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
-    let mut load_balancer = LoadBalancer::connect(&controller, 27).await;
-    let warnings = controller.status().await.warnings;
+    let mut load_balancer = FakeLoadBalancer::connect(&controller, 27).await;
+    let warnings = controller.fetch_status().await.warnings;
     assert!(warnings.iter().any(|warning| warning.starts_with("the store has no document")), "{warnings:?}");
     let expected_warning_prefix = "load balancer lb1 had configuration 27 in force, and the store has ";
     assert!(warnings.iter().any(|warning| warning.starts_with(expected_warning_prefix)), "{warnings:?}");
@@ -91,7 +96,7 @@ async fn controller_without_a_document_sends_no_configuration() {
 
     apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
     assert_eq!(load_balancer.receive_service_count().await, 1, "the first configuration that was sent");
-    assert_eq!(controller.status().await.warnings, [""; 0]);
+    assert_eq!(controller.fetch_status().await.warnings, [""; 0]);
     assert_eq!(find_metric_line(&controller, "coreward_store_behind"), "0.0");
     assert_eq!(find_metric_line(&controller, "coreward_store_has_document"), "1.0");
 }
@@ -100,7 +105,7 @@ async fn controller_without_a_document_sends_no_configuration() {
 async fn applied_document_without_services_removes_all_services() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
-    let mut load_balancer = LoadBalancer::connect(&controller, 0).await;
+    let mut load_balancer = FakeLoadBalancer::connect(&controller, 0).await;
     apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
     assert_eq!(load_balancer.receive_service_count().await, 1);
     apply_document(&controller, NO_SERVICES_TOML, 1).await;
@@ -112,13 +117,13 @@ async fn store_older_than_load_balancer_causes_warning() {
     let test_directory = directory_without_fleet_file();
     let controller = test_directory.start_controller().await;
     apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
-    let generation = controller.status().await.configuration_generation;
-    let _load_balancer = LoadBalancer::connect(&controller, generation).await;
-    assert_eq!(controller.status().await.warnings, [""; 0]);
+    let generation = controller.fetch_status().await.configuration_generation;
+    let _load_balancer = FakeLoadBalancer::connect(&controller, generation).await;
+    assert_eq!(controller.fetch_status().await.warnings, [""; 0]);
     controller.kill().await;
     let controller = test_directory.start_controller().await;
-    let mut load_balancer = LoadBalancer::connect(&controller, generation + 20).await;
+    let mut load_balancer = FakeLoadBalancer::connect(&controller, generation + 20).await;
     assert_eq!(load_balancer.receive_service_count().await, 1);
-    assert_eq!(controller.status().await.warnings.len(), 1);
+    assert_eq!(controller.fetch_status().await.warnings.len(), 1);
     assert_eq!(find_metric_line(&controller, "coreward_store_behind"), "1.0");
 }

@@ -14,25 +14,29 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
-use crate::support::{RunningController, SIGHUP_LOCK, TestDirectory, apply_update, with_timeout};
+use crate::support::{RunningController, SIGHUP_LOCK, TestDirectory, apply_update_to_configuration, with_timeout};
 
 impl RunningController {
-    async fn connect_agent(&self, server: &str) -> Agent {
+    async fn connect_agent(&self, server: &str) -> FakeAgent {
         let (sender, receiver) = mpsc::channel(4);
         let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
-        let agent =
-            Agent { message_sender: sender, report_sequence_number: 0, core_busy_ns: vec![0; 2], update_stream: None };
+        let agent = FakeAgent {
+            message_sender: sender,
+            report_sequence_number: 0,
+            core_busy_ns: vec![0; 2],
+            update_stream: None,
+        };
         agent.send_message(agent_message::Message::Registration(registration)).await;
         let agent_updates =
-            self.control_client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-        Agent { update_stream: Some(agent_updates), ..agent }
+            self.connect_control_client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+        FakeAgent { update_stream: Some(agent_updates), ..agent }
     }
 
-    async fn connect_load_balancer(&self, client: ControlClient<Channel>) -> LoadBalancer {
+    async fn connect_load_balancer(&self, client: ControlClient<Channel>) -> FakeLoadBalancer {
         self.connect_load_balancer_as("lb1", client).await
     }
 
-    async fn connect_load_balancer_as(&self, name: &str, client: ControlClient<Channel>) -> LoadBalancer {
+    async fn connect_load_balancer_as(&self, name: &str, client: ControlClient<Channel>) -> FakeLoadBalancer {
         let (sender, receiver) = mpsc::channel(4);
         let registration = v1::LoadBalancerRegistration {
             name: name.into(),
@@ -43,31 +47,31 @@ impl RunningController {
         let message = Some(load_balancer_message::Message::Registration(registration));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = client.clone().load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-        LoadBalancer { message_sender: sender, update_stream: updates, newest_configuration: None }
+        FakeLoadBalancer { message_sender: sender, update_stream: updates, newest_configuration: None }
     }
 }
 
-struct Agent {
+struct FakeAgent {
     message_sender: mpsc::Sender<v1::AgentMessage>,
     report_sequence_number: u64,
     core_busy_ns: Vec<u64>,
     update_stream: Option<Streaming<v1::AgentUpdate>>,
 }
 
-impl Agent {
+impl FakeAgent {
     async fn send_message(&self, message: agent_message::Message) {
         self.message_sender.send(v1::AgentMessage { message: Some(message) }).await.unwrap();
     }
 
-    async fn next_update(&mut self) -> Result<agent_update::Update, tonic::Status> {
+    async fn receive_update(&mut self) -> Result<agent_update::Update, tonic::Status> {
         let updates = self.update_stream.as_mut().unwrap();
         let agent_update = with_timeout("an agent's update", updates.message()).await?.expect("the stream goes on");
         Ok(agent_update.update.expect("an update has contents"))
     }
 
-    async fn next_configuration(&mut self) -> Result<v1::AgentConfiguration, tonic::Status> {
+    async fn receive_configuration(&mut self) -> Result<v1::AgentConfiguration, tonic::Status> {
         loop {
-            if let agent_update::Update::Configuration(configuration) = self.next_update().await? {
+            if let agent_update::Update::Configuration(configuration) = self.receive_update().await? {
                 return Ok(configuration);
             }
         }
@@ -100,43 +104,43 @@ impl Agent {
     }
 }
 
-struct LoadBalancer {
+struct FakeLoadBalancer {
     message_sender: mpsc::Sender<v1::LoadBalancerMessage>,
     update_stream: Streaming<v1::DataplaneUpdate>,
     newest_configuration: Option<FleetConfiguration>,
 }
 
-impl LoadBalancer {
-    async fn next_update(&mut self) -> dataplane_update::Update {
+impl FakeLoadBalancer {
+    async fn receive_update(&mut self) -> dataplane_update::Update {
         let message =
             with_timeout("an update", self.update_stream.message()).await.unwrap().expect("the stream goes on");
         let update = message.update.expect("an update has contents");
-        apply_update(&mut self.newest_configuration, &update);
+        apply_update_to_configuration(&mut self.newest_configuration, &update);
         update
     }
 
-    async fn next_configuration(&mut self) -> FleetConfiguration {
+    async fn receive_configuration(&mut self) -> FleetConfiguration {
         use dataplane_update::Update::{Change, Configuration};
-        while !matches!(self.next_update().await, Configuration(_) | Change(_)) {}
+        while !matches!(self.receive_update().await, Configuration(_) | Change(_)) {}
         self.newest_configuration.clone().expect("a stream begins with a whole configuration")
     }
 
-    async fn next_table(&mut self) -> PlacementTable {
+    async fn receive_table(&mut self) -> PlacementTable {
         loop {
-            if let dataplane_update::Update::Table(bytes) = self.next_update().await {
+            if let dataplane_update::Update::Table(bytes) = self.receive_update().await {
                 return table::decode_table(bytes).unwrap().1;
             }
         }
     }
 
-    async fn next_table_where(
+    async fn receive_table_where(
         &mut self,
         awaited_event: &str,
         is_expected: impl Fn(&PlacementTable) -> bool,
     ) -> PlacementTable {
         with_timeout(awaited_event, async {
             loop {
-                let table = self.next_table().await;
+                let table = self.receive_table().await;
                 if is_expected(&table) {
                     return table;
                 }
@@ -149,7 +153,7 @@ impl LoadBalancer {
 const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
 /// Returns the id of the server that owns each core's buckets. Even buckets belong to core 0, odd ones to core 1.
-fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
+fn server_ids_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
     let server_of_bucket = |bucket: usize| table.candidates.get(bucket).map(|candidate| candidate.server.get());
     Some([server_of_bucket(0)?, server_of_bucket(1)?])
 }
@@ -158,33 +162,36 @@ fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
 async fn placement_tables_follow_reported_loads() {
     let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
     let controller = test_directory.start_controller().await;
-    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
-    let configuration = load_balancer.next_configuration().await;
-    let id = |name: &str| {
+    let mut load_balancer = controller.connect_load_balancer(controller.connect_control_client().await).await;
+    let configuration = load_balancer.receive_configuration().await;
+    let find_server_id = |name: &str| {
         let servers = &configuration.services[0].servers;
         servers.iter().find(|server| server.name == name).unwrap().id.get()
     };
     let mut agents = [controller.connect_agent("s1").await, controller.connect_agent("s2").await];
-    let agent_configuration = agents[0].next_configuration().await.unwrap();
-    assert_eq!((agent_configuration.server_id, agent_configuration.report_interval_ms), (u32::from(id("s1")), 10));
-    assert_eq!(agent_configuration.services[0].server_id, u32::from(id("s1")));
+    let agent_configuration = agents[0].receive_configuration().await.unwrap();
+    assert_eq!(
+        (agent_configuration.server_id, agent_configuration.report_interval_ms),
+        (u32::from(find_server_id("s1")), 10)
+    );
+    assert_eq!(agent_configuration.services[0].server_id, u32::from(find_server_id("s1")));
 
     for _ in 0..3 {
         agents[0].send_report([0.9, 0.1]).await;
         agents[1].send_report([0.5, 0.5]).await;
     }
-    let expected_server_ids = Some([id("s2"), id("s1")]);
+    let expected_server_ids = Some([find_server_id("s2"), find_server_id("s1")]);
     let table = load_balancer
-        .next_table_where("the loads in the table", |table| servers_of_cores(table) == expected_server_ids)
+        .receive_table_where("the loads in the table", |table| server_ids_of_cores(table) == expected_server_ids)
         .await;
     assert_eq!(table.members.len(), 2);
     // The loads of the two cores are exchanged.
     for _ in 0..10 {
         agents[0].send_report([0.1, 0.9]).await;
     }
-    let expected_servers = Some([id("s1"), id("s2")]);
+    let expected_servers = Some([find_server_id("s1"), find_server_id("s2")]);
     load_balancer
-        .next_table_where("the new loads in the table", |table| servers_of_cores(table) == expected_servers)
+        .receive_table_where("the new loads in the table", |table| server_ids_of_cores(table) == expected_servers)
         .await;
 
     let message = v1::LoadBalancerState { xdp_mode: "native".into(), ..Default::default() };
@@ -192,7 +199,7 @@ async fn placement_tables_follow_reported_loads() {
     load_balancer.message_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
     let status = with_timeout("the load balancer's state", async {
         loop {
-            let status = controller.status().await;
+            let status = controller.fetch_status().await;
             // Each stream is read independently, so their messages may arrive in any order.
             if status.load_balancers[0].state.is_some() && status.accepted_reports >= 16 {
                 return status;
@@ -207,12 +214,12 @@ async fn placement_tables_follow_reported_loads() {
     assert_eq!(status.services[0].rss_groups[0].servers.len(), 2);
 
     let explain_query = r#"{"vip": "10.200.0.1:80", "client": "10.1.0.7:40312"}"#;
-    let explanation = controller.client.explain(&serde_json::from_str(explain_query).unwrap()).await.unwrap();
+    let explanation = controller.client.explain_packet(&serde_json::from_str(explain_query).unwrap()).await.unwrap();
     assert!(explanation.reason.contains(" is the least loaded"), "{}", explanation.reason);
     assert_eq!(explanation.servers.len(), 2);
 
     // The reply to `coreward doctor` on the fleet's machines has the same services and servers.
-    let fleet = controller.control_client().await.fleet(v1::FleetRequest {}).await.unwrap().into_inner();
+    let fleet = controller.connect_control_client().await.fleet(v1::FleetRequest {}).await.unwrap().into_inner();
     assert_eq!((fleet.services[0].name.as_str(), fleet.services[0].timestamps.as_str()), ("web", "server"));
     assert_eq!(BTreeSet::from_iter(&fleet.services[0].servers), BTreeSet::from([&"s1".to_owned(), &"s2".to_owned()]));
     let addresses: BTreeSet<&[u8]> = fleet.servers.iter().map(|server| server.address.as_slice()).collect();
@@ -228,12 +235,12 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
     let mut observed_ids_and_keys = Vec::new();
     for _ in 0..2 {
         let controller = test_directory.start_controller().await;
-        let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
-        let configuration = load_balancer.next_configuration().await;
+        let mut load_balancer = controller.connect_load_balancer(controller.connect_control_client().await).await;
+        let configuration = load_balancer.receive_configuration().await;
         let mut agent = controller.connect_agent("s1").await;
-        let rss_key = agent.next_configuration().await.unwrap().fleet_rss_key;
-        load_balancer.next_table().await;
-        let group_key = load_balancer.next_table().await.rss_key_by_group.remove(0);
+        let rss_key = agent.receive_configuration().await.unwrap().fleet_rss_key;
+        load_balancer.receive_table().await;
+        let group_key = load_balancer.receive_table().await.rss_key_by_group.remove(0);
         observed_ids_and_keys.push((configuration.generation, configuration, rss_key, group_key));
         controller.kill().await;
     }
@@ -246,31 +253,31 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
     // Another fleet has different secrets.
     let other_fleet_controller = TestDirectory::new(&["s1", "s2", "s3"], &services).start_controller().await;
     let mut load_balancer =
-        other_fleet_controller.connect_load_balancer(other_fleet_controller.control_client().await).await;
-    assert_ne!(load_balancer.next_configuration().await.keys, first.1.keys);
+        other_fleet_controller.connect_load_balancer(other_fleet_controller.connect_control_client().await).await;
+    assert_ne!(load_balancer.receive_configuration().await.keys, first.1.keys);
 }
 
 #[tokio::test]
 async fn first_table_after_restart_waits_for_agent_reports() {
     let _sighup_guard = SIGHUP_LOCK.lock().await;
     // Waits have a limit. Another attempt follows if the machine paused for longer.
-    const TIMEOUT: Duration = Duration::from_secs(4);
+    const FIRST_TABLE_TIMEOUT: Duration = Duration::from_secs(4);
     for _ in 0..5 {
         let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
         test_directory.start_controller().await.kill().await;
         let start_time = Instant::now();
         let controller = test_directory.start_controller().await;
-        let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
-        let configuration = load_balancer.next_configuration().await;
-        let early_table_result = tokio::time::timeout(Duration::from_millis(300), load_balancer.next_table()).await;
+        let mut load_balancer = controller.connect_load_balancer(controller.connect_control_client().await).await;
+        let configuration = load_balancer.receive_configuration().await;
+        let early_table_result = tokio::time::timeout(Duration::from_millis(300), load_balancer.receive_table()).await;
         let mut agents = [controller.connect_agent("s1").await, controller.connect_agent("s2").await];
         for _ in 0..2 {
             for agent in &mut agents {
                 agent.send_report([0.25, 0.75]).await;
             }
         }
-        let table = load_balancer.next_table().await;
-        if start_time.elapsed() >= TIMEOUT {
+        let table = load_balancer.receive_table().await;
+        if start_time.elapsed() >= FIRST_TABLE_TIMEOUT {
             continue;
         }
         assert!(early_table_result.is_err(), "a table before anybody reported");
@@ -280,7 +287,7 @@ async fn first_table_after_restart_waits_for_agent_reports() {
         assert!(table.members.iter().all(|member| member.fixed_point_load == fixed_point_half_load), "{table:?}");
         return;
     }
-    panic!("five times the first table came {TIMEOUT:?} after the start");
+    panic!("five times the first table came {FIRST_TABLE_TIMEOUT:?} after the start");
 }
 
 #[tokio::test]
@@ -288,24 +295,24 @@ async fn unknown_and_duplicate_agents_are_rejected() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
     let controller = test_directory.start_controller().await;
     let mut first_agent = controller.connect_agent("s1").await;
-    first_agent.next_configuration().await.unwrap();
+    first_agent.receive_configuration().await.unwrap();
     first_agent.send_report([0.0, 0.0]).await;
 
-    let rejection = controller.connect_agent("s1").await.next_configuration().await.unwrap_err();
+    let rejection = controller.connect_agent("s1").await.receive_configuration().await.unwrap_err();
     assert_eq!(rejection.code(), Code::AlreadyExists);
-    let rejection = controller.connect_agent("s9").await.next_configuration().await.unwrap_err();
+    let rejection = controller.connect_agent("s9").await.receive_configuration().await.unwrap_err();
     assert_eq!(rejection.code(), Code::NotFound);
     assert_eq!(
         rejection.message(),
         "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
     );
-    let status = controller.status().await;
+    let status = controller.fetch_status().await;
     assert_eq!((status.rejected_reports["unknown_server"], status.rejected_reports["duplicate_session"]), (1, 1));
     // The first agent still reports. When it disconnects, another one can register at once.
     first_agent.send_report([0.0, 0.0]).await;
     drop(first_agent);
     with_timeout("room for another agent", async {
-        while controller.connect_agent("s1").await.next_configuration().await.is_err() {}
+        while controller.connect_agent("s1").await.receive_configuration().await.is_err() {}
     })
     .await;
 }
@@ -315,9 +322,9 @@ async fn reloaded_fleet_file_is_applied_completely_or_not_at_all() {
     let _sighup_guard = SIGHUP_LOCK.lock().await;
     let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
     let controller = test_directory.start_controller().await;
-    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
-    let old_configuration = load_balancer.next_configuration().await;
-    load_balancer.next_table_where("both servers", |table| table.members.len() == 2).await;
+    let mut load_balancer = controller.connect_load_balancer(controller.connect_control_client().await).await;
+    let old_configuration = load_balancer.receive_configuration().await;
+    load_balancer.receive_table_where("both servers", |table| table.members.len() == 2).await;
     let send_sighup = || nix::sys::signal::kill(nix::unistd::getpid(), nix::sys::signal::Signal::SIGHUP).unwrap();
 
     test_directory.write_fleet_file(&["s2", "s3"], &WEB_SERVICE_TOML.replace("crossrss", "no-such-policy"));
@@ -328,12 +335,12 @@ async fn reloaded_fleet_file_is_applied_completely_or_not_at_all() {
         }
     })
     .await;
-    assert_eq!(controller.status().await.configuration_generation, old_configuration.generation);
-    assert_eq!(load_balancer.next_table().await.members.len(), 2);
+    assert_eq!(controller.fetch_status().await.configuration_generation, old_configuration.generation);
+    assert_eq!(load_balancer.receive_table().await.members.len(), 2);
 
     test_directory.write_fleet_file(&["s2", "s3"], WEB_SERVICE_TOML);
     send_sighup();
-    let new_configuration = load_balancer.next_configuration().await;
+    let new_configuration = load_balancer.receive_configuration().await;
     assert_eq!(new_configuration.generation, old_configuration.generation + 1);
     let server_eligibilities: Vec<(&str, bool)> =
         new_configuration.services[0].servers.iter().map(|server| (server.name.as_str(), server.is_eligible)).collect();
@@ -341,11 +348,12 @@ async fn reloaded_fleet_file_is_applied_completely_or_not_at_all() {
         [("s1", false), ("s2", true), ("s3", true)].iter().all(|server| server_eligibilities.contains(server)),
         "{server_eligibilities:?}"
     );
-    let id = |name: &str| new_configuration.services[0].servers.iter().find(|server| server.name == name).unwrap().id;
-    let expected_server_ids = [id("s2"), id("s3")];
+    let find_server_id =
+        |name: &str| new_configuration.services[0].servers.iter().find(|server| server.name == name).unwrap().id;
+    let expected_server_ids = [find_server_id("s2"), find_server_id("s3")];
     let has_new_pool =
         |table: &PlacementTable| expected_server_ids.iter().all(|id| table.members.iter().any(|m| m.server == *id));
-    assert_eq!(load_balancer.next_table_where("the new pool", has_new_pool).await.members.len(), 2);
+    assert_eq!(load_balancer.receive_table_where("the new pool", has_new_pool).await.members.len(), 2);
 }
 
 #[tokio::test]
@@ -354,12 +362,12 @@ async fn slow_load_balancer_gets_the_newest_table() {
     let controller = test_directory.start_controller().await;
     let channel = controller.grpc_endpoint().initial_stream_window_size(65_535).connect().await.unwrap();
     let mut load_balancer = controller.connect_load_balancer(ControlClient::new(channel)).await;
-    load_balancer.next_configuration().await;
-    let first_generation = load_balancer.next_table().await.generation;
+    load_balancer.receive_configuration().await;
+    let first_generation = load_balancer.receive_table().await.generation;
     let mut received_table_count = 1;
     let newest_generation = with_timeout("a hundred tables", async {
         loop {
-            let newest_generation = controller.status().await.services[0].table_generation;
+            let newest_generation = controller.fetch_status().await.services[0].table_generation;
             if newest_generation >= first_generation + 100 {
                 return newest_generation;
             }
@@ -367,7 +375,7 @@ async fn slow_load_balancer_gets_the_newest_table() {
         }
     })
     .await;
-    while load_balancer.next_table().await.generation < newest_generation {
+    while load_balancer.receive_table().await.generation < newest_generation {
         received_table_count += 1;
     }
     assert!(
@@ -380,11 +388,11 @@ async fn slow_load_balancer_gets_the_newest_table() {
 async fn controller_relays_socket_queries_and_their_answers() {
     let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
     let controller = test_directory.start_controller().await;
-    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
-    let configuration = load_balancer.next_configuration().await;
+    let mut load_balancer = controller.connect_load_balancer(controller.connect_control_client().await).await;
+    let configuration = load_balancer.receive_configuration().await;
     let server_id = configuration.services[0].servers.iter().find(|server| server.name == "s1").unwrap().id;
     let mut agent = controller.connect_agent("s1").await;
-    agent.next_configuration().await.unwrap();
+    agent.receive_configuration().await.unwrap();
     let query = SocketQuery {
         query_number: 17,
         load_balancer_session: 99,
@@ -395,14 +403,14 @@ async fn controller_relays_socket_queries_and_their_answers() {
     let message = Some(load_balancer_message::Message::SocketQuery((&query).into()));
     load_balancer.message_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
     let relayed_query = loop {
-        if let agent_update::Update::SocketQuery(asked) = agent.next_update().await.unwrap() {
+        if let agent_update::Update::SocketQuery(asked) = agent.receive_update().await.unwrap() {
             break SocketQuery::try_from(&asked).unwrap();
         }
     };
     assert_eq!((relayed_query.query_number, &relayed_query.clients), (query.query_number, &query.clients));
     agent.send_message(agent_message::Message::SocketAnswer(relayed_query.to_answer(vec![true, false]).into())).await;
     let relayed_answer = loop {
-        if let dataplane_update::Update::SocketAnswer(answer) = load_balancer.next_update().await {
+        if let dataplane_update::Update::SocketAnswer(answer) = load_balancer.receive_update().await {
             break answer;
         }
     };
@@ -413,8 +421,9 @@ async fn controller_relays_socket_queries_and_their_answers() {
 async fn load_balancers_learn_which_peers_are_alive() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
     let controller = test_directory.start_controller().await;
-    let mut first_balancer = controller.connect_load_balancer_as("lb1", controller.control_client().await).await;
-    let second_balancer = controller.connect_load_balancer_as("lb2", controller.control_client().await).await;
+    let mut first_balancer =
+        controller.connect_load_balancer_as("lb1", controller.connect_control_client().await).await;
+    let second_balancer = controller.connect_load_balancer_as("lb2", controller.connect_control_client().await).await;
     // A silent load balancer would also count as lost.
     let first_sender = first_balancer.message_sender.clone();
     let keep_alive_task = tokio::spawn(async move {
@@ -424,8 +433,8 @@ async fn load_balancers_learn_which_peers_are_alive() {
             tokio::time::sleep(STATE_MESSAGE_INTERVAL).await;
         }
     });
-    let wait_for_peers = async |balancer: &mut LoadBalancer, expected: &[(&str, u8, bool)]| loop {
-        let peers = balancer.next_configuration().await.load_balancers;
+    let wait_for_peers = async |balancer: &mut FakeLoadBalancer, expected: &[(&str, u8, bool)]| loop {
+        let peers = balancer.receive_configuration().await.load_balancers;
         let peer_states: Vec<_> = peers
             .iter()
             .map(|peer| (peer.name.as_str(), peer.owner_number.map_or(255, |owner| owner.get()), peer.is_alive))
@@ -435,7 +444,8 @@ async fn load_balancers_learn_which_peers_are_alive() {
         }
     };
     wait_for_peers(&mut first_balancer, &[("lb1", 0, true), ("lb2", 1, true)]).await;
-    let mut duplicate_balancer = controller.connect_load_balancer_as("lb1", controller.control_client().await).await;
+    let mut duplicate_balancer =
+        controller.connect_load_balancer_as("lb1", controller.connect_control_client().await).await;
     let rejection = with_timeout("a rejection", duplicate_balancer.update_stream.message()).await.unwrap_err();
     assert_eq!(rejection.code(), Code::AlreadyExists);
     drop(second_balancer);
@@ -453,8 +463,8 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     let rejection = request_key_rotation(&controller, false).await.unwrap_err();
     assert_eq!(rejection.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     assert!(rejection.to_string().starts_with("the key in force is"), "{rejection}");
-    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
-    let original_keys = load_balancer.next_configuration().await.keys;
+    let mut load_balancer = controller.connect_load_balancer(controller.connect_control_client().await).await;
+    let original_keys = load_balancer.receive_configuration().await.keys;
     let announced_keys = request_key_rotation(&controller, true).await.unwrap();
     assert_eq!((announced_keys.rotation_phase, announced_keys.current_key), (KeyPhase::Announced, 0));
     assert!(
@@ -465,9 +475,9 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     controller.kill().await;
 
     let controller = test_directory.start_controller().await;
-    assert_eq!(controller.status().await.keys.rotation_phase, KeyPhase::Announced);
-    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
-    let configuration = load_balancer.next_configuration().await;
+    assert_eq!(controller.fetch_status().await.keys.rotation_phase, KeyPhase::Announced);
+    let mut load_balancer = controller.connect_load_balancer(controller.connect_control_client().await).await;
+    let configuration = load_balancer.receive_configuration().await;
     assert_eq!(configuration.keys.keys[0], original_keys.keys[0]);
     assert_ne!(configuration.keys.keys[1], original_keys.keys[1]);
     assert_eq!(configuration.keys.current_key_index, original_keys.current_key_index);
@@ -475,7 +485,7 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     let message = Some(load_balancer_message::Message::State(state));
     load_balancer.message_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
     let keys_after_switch = loop {
-        let next_configuration = load_balancer.next_configuration().await;
+        let next_configuration = load_balancer.receive_configuration().await;
         if next_configuration.keys != configuration.keys {
             break next_configuration.keys;
         }
@@ -484,5 +494,5 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
         (keys_after_switch.keys, keys_after_switch.current_key_index),
         (configuration.keys.keys, original_keys.current_key_index.other_index())
     );
-    assert_eq!(controller.status().await.keys.rotation_phase, KeyPhase::Steady);
+    assert_eq!(controller.fetch_status().await.keys.rotation_phase, KeyPhase::Steady);
 }

@@ -5,8 +5,8 @@ use std::process::Child;
 
 use coreward_api::Role;
 use coreward_api::types::{Health, HealthState, NewFleet};
-use coreward_etcd::local::LocalMember;
-use coreward_http::tokens::token_path;
+use coreward_etcd::local::LocalEtcdMember;
+use coreward_http::tokens::token_file_path;
 use coreward_http::{Problem, ProblemKind};
 use coreward_wire::{TERM_HEADER, v1};
 use tokio::net::{TcpListener, TcpStream};
@@ -16,22 +16,22 @@ use tonic::Code;
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// Process of a single-member etcd cluster. It is killed when the value is dropped.
-struct Etcd {
-    member: LocalMember,
+struct EtcdProcess {
+    member: LocalEtcdMember,
     process: Child,
     _directory: tempfile::TempDir,
 }
 
-impl Etcd {
+impl EtcdProcess {
     fn start() -> Self {
-        let (member, directory) = (LocalMember::single_member().unwrap(), tempfile::tempdir().unwrap());
-        let process = member.start_command(std::slice::from_ref(&member), directory.path()).spawn();
+        let (member, directory) = (LocalEtcdMember::single_member().unwrap(), tempfile::tempdir().unwrap());
+        let process = member.build_start_command(std::slice::from_ref(&member), directory.path()).spawn();
         let process = process.expect("etcd cannot be started: `scripts/install run` installs it");
         Self { member, process, _directory: directory }
     }
 }
 
-impl Etcd {
+impl EtcdProcess {
     fn delete_key(&self, key: &str) {
         let mut command = std::process::Command::new("etcdctl");
         command.args(["--endpoints", &self.member.endpoint(), "del", key]).env("ETCDCTL_API", "3");
@@ -39,7 +39,7 @@ impl Etcd {
     }
 }
 
-impl Drop for Etcd {
+impl Drop for EtcdProcess {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
@@ -82,13 +82,13 @@ async fn forward_connections(listener: TcpListener, target_address: SocketAddr) 
 }
 
 /// Running controller of a test with several controllers. Each has its own API tokens.
-struct Controller {
+struct TestController {
     test_directory: TestDirectory,
     running_controller: RunningController,
 }
 
-impl Controller {
-    async fn start(etcd: &Etcd, name: &str) -> Self {
+impl TestController {
+    async fn start(etcd: &EtcdProcess, name: &str) -> Self {
         Self::start_with_endpoint(&etcd.member.endpoint(), name).await
     }
 
@@ -105,8 +105,8 @@ impl Controller {
         Self { test_directory, running_controller }
     }
 
-    fn token(&self) -> String {
-        std::fs::read_to_string(token_path(self.test_directory.temporary_directory.path(), Role::Operator))
+    fn read_token(&self) -> String {
+        std::fs::read_to_string(token_file_path(self.test_directory.temporary_directory.path(), Role::Operator))
             .unwrap()
             .trim()
             .to_owned()
@@ -115,7 +115,7 @@ impl Controller {
     /// Sends a GET request for the path with an operator's token. Returns the HTTP status and the body of the response.
     async fn get_json<T: serde::de::DeserializeOwned>(&self, path: &str) -> (u16, T) {
         let url = format!("http://{}/v1/{path}", self.running_controller.api_address);
-        let response = reqwest::Client::new().get(url).bearer_auth(self.token()).send();
+        let response = reqwest::Client::new().get(url).bearer_auth(self.read_token()).send();
         let response = with_timeout("an answer", response).await.unwrap();
         (response.status().as_u16(), response.json().await.unwrap())
     }
@@ -124,7 +124,7 @@ impl Controller {
     async fn rotate_keys_and_expect_rejection(&self) -> Problem {
         let url = format!("http://{}/v1/keys/rotate", self.running_controller.api_address);
         let body = serde_json::json!({ "force": true });
-        let request = reqwest::Client::new().post(url).bearer_auth(self.token()).json(&body);
+        let request = reqwest::Client::new().post(url).bearer_auth(self.read_token()).json(&body);
         with_timeout("an answer", request.send()).await.unwrap().json().await.unwrap()
     }
 
@@ -133,8 +133,12 @@ impl Controller {
         let wait_for_leader_term = async {
             loop {
                 let (sender, receiver) = tokio::sync::mpsc::channel::<v1::LoadBalancerMessage>(1);
-                let stream_result =
-                    self.running_controller.control_client().await.load_balancer(ReceiverStream::new(receiver)).await;
+                let stream_result = self
+                    .running_controller
+                    .connect_control_client()
+                    .await
+                    .load_balancer(ReceiverStream::new(receiver))
+                    .await;
                 drop(sender);
                 match stream_result {
                     Ok(response) => {
@@ -151,10 +155,10 @@ impl Controller {
 
 #[tokio::test]
 async fn followers_name_the_leader_and_terms_increase() {
-    let etcd = Etcd::start();
-    let first_controller = Controller::start(&etcd, "c1").await;
+    let etcd = EtcdProcess::start();
+    let first_controller = TestController::start(&etcd, "c1").await;
     let term = first_controller.wait_until_leading().await;
-    let second_controller = Controller::start(&etcd, "c2").await;
+    let second_controller = TestController::start(&etcd, "c2").await;
     let wait_for_leader_name = async {
         loop {
             let (status, health) = second_controller.get_json::<Health>("health").await;
@@ -180,7 +184,7 @@ async fn followers_name_the_leader_and_terms_increase() {
     // A watch stream from a former leader ends.
     let url = format!("http://{}/v1/watch", second_controller.running_controller.api_address);
     let mut watch_response =
-        reqwest::Client::new().get(url).bearer_auth(second_controller.token()).send().await.unwrap();
+        reqwest::Client::new().get(url).bearer_auth(second_controller.read_token()).send().await.unwrap();
     assert_eq!(watch_response.status(), 200);
     etcd.delete_key("/coreward/leader");
     // The controller's next write detects that the leader's key is gone.
@@ -191,9 +195,9 @@ async fn followers_name_the_leader_and_terms_increase() {
 
 #[tokio::test]
 async fn leader_without_etcd_resigns_before_next_leader_is_elected() {
-    let etcd = Etcd::start();
+    let etcd = EtcdProcess::start();
     let mut etcd_proxy = TcpProxy::start(etcd.member.client_address).await;
-    let first_controller = Controller::start_with_endpoint(&format!("http://{}", etcd_proxy.address), "c1").await;
+    let first_controller = TestController::start_with_endpoint(&format!("http://{}", etcd_proxy.address), "c1").await;
     let term = first_controller.wait_until_leading().await;
     let fleet_text = "report_interval = \"50ms\"\n".to_owned();
     let fleet = NewFleet { name: "fleet.toml".to_owned(), text: fleet_text, generation: 0, dry_run: false };
@@ -202,10 +206,10 @@ async fn leader_without_etcd_resigns_before_next_leader_is_elected() {
     let registration = v1::LoadBalancerRegistration { name: "lb1".to_owned(), ..Default::default() };
     let registration = v1::load_balancer_message::Message::Registration(registration);
     sender.send(v1::LoadBalancerMessage { message: Some(registration) }).await.unwrap();
-    let mut client = first_controller.running_controller.control_client().await;
+    let mut client = first_controller.running_controller.connect_control_client().await;
     let mut stream = client.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
     with_timeout("a configuration", stream.message()).await.unwrap().unwrap();
-    let second_controller = Controller::start(&etcd, "c2").await;
+    let second_controller = TestController::start(&etcd, "c2").await;
 
     etcd_proxy.close();
     assert!(second_controller.wait_until_leading().await > term);

@@ -2,7 +2,7 @@
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::decode_cookie_index;
-use coreward_model::consistency::{Consistency, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
@@ -32,12 +32,12 @@ impl ConnectionExplainer<'_> {
     ) -> PacketVerdict {
         let service_mode = self.service_view.service.mode;
         match service_mode.consistency {
-            Consistency::None => self.verdict_without_cookie(table),
-            Consistency::HashTable => (None, self.describe_flow_table()),
-            Consistency::Beamer => {
+            ConsistencyMode::None => self.verdict_without_cookie(table),
+            ConsistencyMode::HashTable => (None, self.describe_flow_table()),
+            ConsistencyMode::Beamer => {
                 self.verdict_by_bucket(table, "without an entry in the load balancer's flow table it follows")
             }
-            Consistency::Stateless | Consistency::Stateful => match cookie {
+            ConsistencyMode::Stateless | ConsistencyMode::Stateful => match cookie {
                 Some(tsecr) if service_mode.timestamps == TimestampOrigin::LoadBalancer => {
                     self.verdict_by_lb_stamped_cookie(tsecr)
                 }
@@ -135,7 +135,7 @@ impl ConnectionExplainer<'_> {
     }
 
     fn describe_table_entry(&self, key_slot: u32, cookie_index: u16) -> String {
-        if self.service_view.service.mode.consistency != Consistency::Stateful {
+        if self.service_view.service.mode.consistency != ConsistencyMode::Stateful {
             return format!(
                 "its cookie, read with key {key_slot}, names an entry of a connection table, which this service does \
                  not have: the packet is broadcast at a limited rate"

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use coreward_metrics::table::{METRICS, Metric, MetricKind};
+use coreward_metrics::table::{METRICS, MetricDeclaration, MetricKind};
 use serde_json::Value;
 
 // These crates declare metrics, so they must be linked.
@@ -21,7 +21,7 @@ fn metrics_document_lists_exactly_the_declared_metrics() {
     let document_text = include_str!("../../../../docs/metrics.md");
     let section = document_text.split("## All metrics").nth(1).unwrap();
     let documented_metrics: Vec<String> = section.split("\n* ").skip(1).map(collapse_whitespace).collect();
-    let mut metrics: Vec<&Metric> = METRICS.iter().copied().collect();
+    let mut metrics: Vec<&MetricDeclaration> = METRICS.iter().copied().collect();
     metrics.sort_by_key(|metric| metric.name);
     let declared_metrics: Vec<String> = metrics
         .iter()

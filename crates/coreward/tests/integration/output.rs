@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use crate::support::{CorewardProcess, coreward_command};
 
-const TIMEOUT: Duration = Duration::from_secs(30);
+const CONDITION_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + CONDITION_TIMEOUT;
     while !condition() {
-        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {description}");
+        assert!(Instant::now() < deadline, "not within {CONDITION_TIMEOUT:?}: {description}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -21,23 +21,26 @@ fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
 #[test]
 fn daemon_continues_when_its_log_cannot_be_written() {
     let directory = tempfile::tempdir().unwrap();
-    let path = |name: &str| directory.path().join(name);
-    let write_fleet = |text: &str| std::fs::write(path("fleet.toml"), text).unwrap();
-    let store_path = path("store");
+    let file_path = |name: &str| directory.path().join(name);
+    let write_fleet = |text: &str| std::fs::write(file_path("fleet.toml"), text).unwrap();
+    let store_path = file_path("store");
     let listen_keys = "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\n";
-    std::fs::write(path("controller.toml"), format!("{listen_keys}store = {store_path:?}\nfleet = \"fleet.toml\"\n"))
-        .unwrap();
+    std::fs::write(
+        file_path("controller.toml"),
+        format!("{listen_keys}store = {store_path:?}\nfleet = \"fleet.toml\"\n"),
+    )
+    .unwrap();
     write_fleet("load_ewma_alpha = 0.5\n");
     let full_device = OpenOptions::new().write(true).open("/dev/full").unwrap();
     let mut command = coreward_command();
-    command.args([Path::new("controller"), Path::new("--config"), &path("controller.toml")]);
+    command.args([Path::new("controller"), Path::new("--config"), &file_path("controller.toml")]);
     let mut controller = CorewardProcess(command.stdout(Stdio::null()).stderr(full_device).spawn().unwrap());
     wait_until("it has drawn its tokens", || {
-        path("operator.token").exists() || controller.0.try_wait().unwrap().is_some()
+        file_path("operator.token").exists() || controller.0.try_wait().unwrap().is_some()
     });
     // Each reload logs several lines, about the missing token and about the invalid file.
     for round in 0..5 {
-        let token_path = path("viewer.token");
+        let token_path = file_path("viewer.token");
         std::fs::remove_file(&token_path).unwrap();
         controller.send_signal("HUP");
         wait_until("it has read the files again", || token_path.exists() || controller.0.try_wait().unwrap().is_some());

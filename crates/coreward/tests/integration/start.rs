@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::support::{CorewardProcess, coreward_command};
 
 /// Time limit for operations that normally take only milliseconds.
-const TIMEOUT: Duration = Duration::from_secs(120);
+const OPERATION_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Writes the controller's configuration file, with the keys in `extra_settings`, and returns its path.
 fn write_controller_file(directory: &Path, extra_settings: &str) -> PathBuf {
@@ -50,11 +50,11 @@ fn open_pipe_for_writing(pipe: &Path) -> File {
     let pipe = pipe.to_owned();
     // Opening the pipe would block forever if the controller has exited, so another thread does it.
     std::thread::spawn(move || file_sender.send(OpenOptions::new().write(true).open(pipe)));
-    file_receiver.recv_timeout(TIMEOUT).expect("the controller does not read the pipe").unwrap()
+    file_receiver.recv_timeout(OPERATION_TIMEOUT).expect("the controller does not read the pipe").unwrap()
 }
 
 fn wait_for_exit(controller: &mut CorewardProcess) -> ExitStatus {
-    let deadline = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + OPERATION_TIMEOUT;
     loop {
         if let Some(status) = controller.0.try_wait().unwrap() {
             return status;
@@ -110,9 +110,9 @@ fn controller_starts_on_full_disk_and_recovers() {
     let mut first_controller = CorewardProcess(first_command.spawn().unwrap());
     let api_address = read_api_address(first_controller.0.stderr.take().unwrap());
     let fleet_path = directory.join("fleet.toml");
-    let server_table = |n: u8| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\n");
+    let server_toml = |n: u8| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\n");
     let service_table = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
-    std::fs::write(&fleet_path, format!("{}{}{service_table}", server_table(1), server_table(2))).unwrap();
+    std::fs::write(&fleet_path, format!("{}{}{service_table}", server_toml(1), server_toml(2))).unwrap();
     let apply_output = run_command(directory, &api_address, &["apply", "--yes", fleet_path.to_str().unwrap()]);
     assert!(apply_output.status.success(), "{}", output_text(&apply_output));
     drop(first_controller);

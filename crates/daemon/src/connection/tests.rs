@@ -16,22 +16,22 @@ const FIRST_RETRY_INTERVAL: Duration = RETRY_INTERVAL_RANGE.0;
 
 #[test]
 fn single_controller_is_retried_at_growing_intervals() {
-    let mut attempt_order = AttemptOrder::new(1);
+    let mut attempt_order = ConnectionAttemptOrder::new(1);
     let retry_intervals_ms: Vec<u128> =
-        (0..7).map(|_| attempt_order.record_attempt_end(&StreamEnd::Lost).as_millis()).collect();
+        (0..7).map(|_| attempt_order.record_attempt_end(&StreamEndReason::Lost).as_millis()).collect();
     assert_eq!(retry_intervals_ms, [100, 200, 400, 800, 1600, 2000, 2000]);
     attempt_order.record_answer();
-    assert_eq!(attempt_order.record_attempt_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
-    assert_eq!(attempt_order.record_attempt_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
-    assert_eq!(attempt_order.record_attempt_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL * 2);
+    assert_eq!(attempt_order.record_attempt_end(&StreamEndReason::Lost), FIRST_RETRY_INTERVAL);
+    assert_eq!(attempt_order.record_attempt_end(&StreamEndReason::Lost), FIRST_RETRY_INTERVAL);
+    assert_eq!(attempt_order.record_attempt_end(&StreamEndReason::Lost), FIRST_RETRY_INTERVAL * 2);
 }
 
 #[test]
 fn retry_interval_grows_after_each_round_of_controllers() {
-    let mut attempt_order = AttemptOrder::new(3);
+    let mut attempt_order = ConnectionAttemptOrder::new(3);
     let mut controllers_and_intervals = Vec::new();
     for _ in 0..7 {
-        let retry_interval_ms = attempt_order.record_attempt_end(&StreamEnd::Lost).as_millis();
+        let retry_interval_ms = attempt_order.record_attempt_end(&StreamEndReason::Lost).as_millis();
         controllers_and_intervals.push((attempt_order.current_controller_index, retry_interval_ms));
     }
     assert_eq!(controllers_and_intervals, [(1, 100), (2, 100), (0, 100), (1, 100), (2, 100), (0, 200), (1, 100)]);
@@ -39,25 +39,25 @@ fn retry_interval_grows_after_each_round_of_controllers() {
 
 #[test]
 fn controller_that_answered_last_is_tried_first() {
-    let mut attempt_order = AttemptOrder::new(3);
-    attempt_order.record_attempt_end(&StreamEnd::Lost);
+    let mut attempt_order = ConnectionAttemptOrder::new(3);
+    attempt_order.record_attempt_end(&StreamEndReason::Lost);
     attempt_order.record_answer();
     assert_eq!(
-        (attempt_order.record_attempt_end(&StreamEnd::Lost), attempt_order.current_controller_index),
+        (attempt_order.record_attempt_end(&StreamEndReason::Lost), attempt_order.current_controller_index),
         (FIRST_RETRY_INTERVAL, 1)
     );
     assert_eq!(
-        (attempt_order.record_attempt_end(&StreamEnd::Lost), attempt_order.current_controller_index),
+        (attempt_order.record_attempt_end(&StreamEndReason::Lost), attempt_order.current_controller_index),
         (FIRST_RETRY_INTERVAL, 2)
     );
 }
 
 #[test]
 fn leader_named_by_follower_is_tried_next() {
-    let mut attempt_order = AttemptOrder::new(3);
+    let mut attempt_order = ConnectionAttemptOrder::new(3);
     assert_eq!(
         (
-            attempt_order.record_attempt_end(&StreamEnd::RedirectedToController(2)),
+            attempt_order.record_attempt_end(&StreamEndReason::RedirectedToController(2)),
             attempt_order.current_controller_index
         ),
         (FIRST_RETRY_INTERVAL, 2)
@@ -65,41 +65,41 @@ fn leader_named_by_follower_is_tried_next() {
     attempt_order.record_answer();
     assert_eq!(
         (
-            attempt_order.record_attempt_end(&StreamEnd::RedirectedToController(0)),
+            attempt_order.record_attempt_end(&StreamEndReason::RedirectedToController(0)),
             attempt_order.current_controller_index
         ),
         (FIRST_RETRY_INTERVAL, 0)
     );
     // Two controllers that name each other as leader are tried less and less often.
     let retry_intervals_ms: Vec<u128> = (0..9)
-        .map(|n| attempt_order.record_attempt_end(&StreamEnd::RedirectedToController(n % 2)).as_millis())
+        .map(|n| attempt_order.record_attempt_end(&StreamEndReason::RedirectedToController(n % 2)).as_millis())
         .collect();
     assert_eq!(retry_intervals_ms, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
 }
 
 #[test]
 fn leader_with_older_term_is_rejected_for_one_minute() {
-    let (start, mut terms) = (Instant::now(), TermTracker::default());
-    let at = |seconds| start + Duration::from_secs(seconds);
+    let (start, mut terms) = (Instant::now(), LeaderTermTracker::default());
+    let time_at_seconds = |seconds| start + Duration::from_secs(seconds);
     // Controllers with their own store, or with an older version, send no term.
-    terms.check_term(None, at(0)).unwrap();
-    terms.check_term(Some(9), at(1)).unwrap();
-    terms.record_message(at(30));
-    let error = terms.check_term(Some(8), at(89)).unwrap_err().to_string();
+    terms.check_term(None, time_at_seconds(0)).unwrap();
+    terms.check_term(Some(9), time_at_seconds(1)).unwrap();
+    terms.record_message_time(time_at_seconds(30));
+    let error = terms.check_term(Some(8), time_at_seconds(89)).unwrap_err().to_string();
     assert_eq!(error, "its term is older than that of the last controller (term 8, expected 9 or more)");
-    terms.check_term(Some(9), at(89)).unwrap();
-    terms.check_term(Some(12), at(90)).unwrap();
-    terms.check_term(Some(11), at(149)).unwrap_err();
+    terms.check_term(Some(9), time_at_seconds(89)).unwrap();
+    terms.check_term(Some(12), time_at_seconds(90)).unwrap();
+    terms.check_term(Some(11), time_at_seconds(149)).unwrap_err();
     // The term now comes from another etcd.
-    terms.check_term(Some(2), at(150)).unwrap();
-    terms.check_term(Some(1), at(151)).unwrap_err();
-    terms.check_term(None, at(152)).unwrap();
-    terms.check_term(Some(1), at(153)).unwrap();
+    terms.check_term(Some(2), time_at_seconds(150)).unwrap();
+    terms.check_term(Some(1), time_at_seconds(151)).unwrap_err();
+    terms.check_term(None, time_at_seconds(152)).unwrap();
+    terms.check_term(Some(1), time_at_seconds(153)).unwrap();
 }
 
 #[tokio::test]
 async fn leader_term_is_read_from_response_metadata() {
-    let mut connection = prepare_connection(&[unused_address()]);
+    let mut connection = prepare_connection(&[find_unused_address()]);
     let response_with_term = |term: Option<u64>| {
         let mut response = Response::new(());
         term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM_HEADER, term.into())));
@@ -108,22 +108,22 @@ async fn leader_term_is_read_from_response_metadata() {
     connection.accept_stream(response_with_term(Some(7))).unwrap();
     let error = connection.accept_stream(response_with_term(Some(6))).unwrap_err();
     // This error does not count as a rejection of the daemon, so the other controllers are tried at once.
-    assert_eq!(connection.classify_stream_end(Some(&error)), StreamEnd::Lost);
+    assert_eq!(connection.classify_stream_end(Some(&error)), StreamEndReason::Lost);
     connection.accept_stream(response_with_term(Some(7))).unwrap();
 }
 
 #[test]
 fn controller_is_retried_after_a_rejection() {
-    let mut attempt_order = AttemptOrder::new(2);
+    let mut attempt_order = ConnectionAttemptOrder::new(2);
     assert_eq!(
-        (attempt_order.record_attempt_end(&StreamEnd::Rejected), attempt_order.current_controller_index),
+        (attempt_order.record_attempt_end(&StreamEndReason::Rejected), attempt_order.current_controller_index),
         (RETRY_INTERVAL_AFTER_REJECTION, 1)
     );
 }
 
 #[test]
 fn retry_pauses_are_random() {
-    let pauses: Vec<Duration> = (0..100).map(|_| with_jitter(Duration::from_secs(2))).collect();
+    let pauses: Vec<Duration> = (0..100).map(|_| interval_with_jitter(Duration::from_secs(2))).collect();
     assert!(pauses.iter().all(|pause| (Duration::from_secs(1)..=Duration::from_secs(2)).contains(pause)));
     assert!(pauses.iter().any(|pause| *pause != pauses[0]));
 }
@@ -161,7 +161,7 @@ async fn start_server_with_status(status: Status) -> SocketAddr {
 }
 
 /// Returns an address at which no process listens. Its port stays bound, so that no other test uses it.
-fn unused_address() -> SocketAddr {
+fn find_unused_address() -> SocketAddr {
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = socket.local_addr().unwrap();
@@ -181,7 +181,7 @@ fn not_leader_status(leader: Option<SocketAddr>) -> Status {
 async fn try_controllers(connection: &mut ControllerConnection, max_attempts: usize) -> Vec<SocketAddr> {
     let mut tried_addresses = Vec::new();
     for _ in 0..max_attempts {
-        tried_addresses.push(connection.next_controller());
+        tried_addresses.push(connection.next_controller_address());
         let result: anyhow::Result<()> = async {
             let channel = connection.connect().await?;
             ControlClient::new(channel).fleet(v1::FleetRequest {}).await?;
@@ -201,19 +201,24 @@ async fn try_controllers(connection: &mut ControllerConnection, max_attempts: us
 fn prepare_connection(addresses: &[SocketAddr]) -> ControllerConnection {
     let text = format!("controller = {:?}\n", addresses.iter().map(ToString::to_string).collect::<Vec<_>>());
     coreward_config::config_struct! {
-        struct File {
-            controller: Controllers,
+        struct ControllersFile {
+            controller: ControllerAddresses,
         }
     }
-    let source = coreward_config::Source::from_text("lb.toml", &text);
-    ControllerConnection::new(source.read_as(|file: File, _| Some(file.controller)).unwrap(), None, &[Role::Controller])
-        .unwrap()
+    let source = coreward_config::TomlSource::from_text("lb.toml", &text);
+    ControllerConnection::new(
+        source.read_as(|file: ControllersFile, _| Some(file.controller)).unwrap(),
+        None,
+        &[FleetRole::Controller],
+    )
+    .unwrap()
 }
 
 #[tokio::test]
 async fn daemon_finds_the_leader_among_several_controllers() {
     let leader = start_server_with_status(Status::internal("here")).await;
-    let (absent_controller, follower) = (unused_address(), start_server_with_status(not_leader_status(None)).await);
+    let (absent_controller, follower) =
+        (find_unused_address(), start_server_with_status(not_leader_status(None)).await);
     let mut connection = prepare_connection(&[absent_controller, follower, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [absent_controller, follower, leader]);
     connection.record_stream_end(None);
@@ -224,7 +229,7 @@ async fn daemon_finds_the_leader_among_several_controllers() {
 async fn daemon_connects_to_the_leader_named_by_a_follower() {
     let leader = start_server_with_status(Status::internal("here")).await;
     let (absent_controller, follower) =
-        (unused_address(), start_server_with_status(not_leader_status(Some(leader))).await);
+        (find_unused_address(), start_server_with_status(not_leader_status(Some(leader))).await);
     let mut connection = prepare_connection(&[follower, absent_controller, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [follower, leader]);
 }
@@ -233,7 +238,7 @@ async fn daemon_connects_to_the_leader_named_by_a_follower() {
 async fn leader_missing_from_configuration_is_not_contacted() {
     let unlisted_leader = start_server_with_status(Status::internal("here")).await;
     let (absent_controller, follower) =
-        (unused_address(), start_server_with_status(not_leader_status(Some(unlisted_leader))).await);
+        (find_unused_address(), start_server_with_status(not_leader_status(Some(unlisted_leader))).await);
     let mut connection = prepare_connection(&[follower, absent_controller]);
     assert_eq!(try_controllers(&mut connection, 4).await, [follower, absent_controller, follower, absent_controller]);
 }

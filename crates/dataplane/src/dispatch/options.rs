@@ -8,7 +8,7 @@ use coreward_intf as intf;
 
 /// Policy by which the dispatcher selects a worker for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Policy {
+pub enum DispatchPolicy {
     /// `random` selects the worker by the kernel's hash of the client's address and port.
     Random,
     /// `rr` (round robin) selects each worker in turn.
@@ -22,10 +22,15 @@ pub enum Policy {
     RankedQueue,
 }
 
-const ALL_POLICIES: [Policy; intf::DISPATCH_POLICY_COUNT as usize] =
-    [Policy::Random, Policy::RoundRobin, Policy::ShortestQueue, Policy::LightestQueue, Policy::RankedQueue];
+const ALL_POLICIES: [DispatchPolicy; intf::DISPATCH_POLICY_COUNT as usize] = [
+    DispatchPolicy::Random,
+    DispatchPolicy::RoundRobin,
+    DispatchPolicy::ShortestQueue,
+    DispatchPolicy::LightestQueue,
+    DispatchPolicy::RankedQueue,
+];
 
-impl Policy {
+impl DispatchPolicy {
     /// Returns the policy's number in the BPF programs (bpf/include/dispatch.h).
     pub fn bpf_number(self) -> u32 {
         match self {
@@ -53,7 +58,7 @@ impl Policy {
 #[error("policy {0:?}: expected one of {names}", names = intf::DISPATCH_POLICY_NAMES.join(", "))]
 pub struct UnknownPolicyName(pub String);
 
-impl FromStr for Policy {
+impl FromStr for DispatchPolicy {
     type Err = UnknownPolicyName;
 
     fn from_str(name: &str) -> Result<Self, UnknownPolicyName> {
@@ -75,24 +80,25 @@ pub struct RequestIdPosition {
 /// Type of requests, recognised by bytes of the payload at a fixed offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestType {
-    /// Bytes that a request of this type contains at [`Options::type_offset`]. Bits outside `mask` are 0.
-    pub value: [u8; intf::DISPATCH_TYPE_BYTES as usize],
-    /// Mask of the payload's bits that are compared with `value`.
-    pub mask: [u8; intf::DISPATCH_TYPE_BYTES as usize],
+    /// Bytes that a request of this type contains at [`DispatchOptions::type_offset`]. Bits outside `payload_mask` are
+    /// 0.
+    pub payload_value: [u8; intf::DISPATCH_TYPE_BYTES as usize],
+    /// Mask of the payload's bits that are compared with `payload_value`.
+    pub payload_mask: [u8; intf::DISPATCH_TYPE_BYTES as usize],
     /// Priority class of requests of this type. Class 0 has the highest priority.
     pub priority_class: u8,
 }
 
 /// Options for dispatching one service's requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Options {
+pub struct DispatchOptions {
     /// Address and port to which the service's sockets are bound. The unspecified address matches any address.
     pub service_address: SocketAddr,
     /// Policy by which a worker is selected for each request.
-    pub policy: Policy,
+    pub policy: DispatchPolicy,
     /// Position of the request number, or `None` if responses are matched only by the client's address and port.
     pub request_id_position: Option<RequestIdPosition>,
-    /// Offset from the start of the payload, in bytes, at which [`RequestType::value`] is compared.
+    /// Offset from the start of the payload, in bytes, at which [`RequestType::payload_value`] is compared.
     pub type_offset: u16,
     /// Types of requests, at most [`MAX_REQUEST_TYPES`]. If several types match a request, the first one applies.
     pub request_types: Vec<RequestType>,
@@ -107,22 +113,23 @@ pub const MAX_REQUEST_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
 
 /// Timeouts after which the dispatcher abandons requests and disables workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Timeouts {
+pub struct RequestTimeouts {
     /// Time after which the dispatcher abandons a request that has left the queue but got no response.
     pub response_timeout: Duration,
     /// Time without a response after which a worker with queued requests gets no new ones until it responds again.
     pub stall_after: Duration,
 }
 
-impl Default for Timeouts {
+impl Default for RequestTimeouts {
     fn default() -> Self {
         Self { response_timeout: Duration::from_secs(1), stall_after: Duration::from_millis(500) }
     }
 }
 
-/// Interval at which the dispatcher polls the sockets' queues. [`Timeouts`] are rounded up to multiples of it.
-pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Maximum of [`Timeouts::response_timeout`], which is limited because a request's age is counted in polls modulo 256.
+/// Interval at which the dispatcher polls the sockets' queues. [`RequestTimeouts`] are rounded up to multiples of it.
+pub const QUEUE_POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Maximum of [`RequestTimeouts::response_timeout`], which is limited because a request's age is counted in polls
+/// modulo 256.
 pub const MAX_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[cfg(test)]
@@ -131,11 +138,11 @@ mod tests {
 
     #[test]
     fn policy_numbers_and_names_match_the_bpf_program() {
-        for (number, policy) in Policy::all().enumerate() {
+        for (number, policy) in DispatchPolicy::all().enumerate() {
             assert_eq!((policy.bpf_number(), policy.name().parse()), (number as u32, Ok(policy)));
         }
         assert_eq!(
-            "jsk".parse::<Policy>().unwrap_err().to_string(),
+            "jsk".parse::<DispatchPolicy>().unwrap_err().to_string(),
             "policy \"jsk\": expected one of random, rr, jsq, jlq, jbsrq"
         );
     }

@@ -13,11 +13,11 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::dispatch::{RoundedServiceTime, StallDetector, expired_request_indexes};
+use coreward_model::dispatch::{RoundedServiceTime, WorkerStallDetector, expired_request_indexes};
 use rand::TryRng as _;
 use rand::rngs::SysRng;
 
-use super::options::{Options, POLL_INTERVAL, Timeouts};
+use super::options::{DispatchOptions, QUEUE_POLL_INTERVAL, RequestTimeouts};
 use crate::mmap_array::MmapArray;
 use crate::reuseport::SocketCookie;
 
@@ -32,7 +32,7 @@ const WORK_FLAGS_MASK: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
 
 /// Counts of one worker's requests, by their state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct WorkerCounts {
+pub struct WorkerRequestCounts {
     /// Slot of the worker's socket in the array of sockets.
     pub socket_slot: u32,
     /// Id of the worker process, which reads the socket.
@@ -61,7 +61,7 @@ pub struct WorkerCounts {
 pub struct RequestLedger {
     state: MmapArray<intf::dispatch_state>,
     requests: MmapArray<RequestTable>,
-    stall_detectors: BTreeMap<u32, StallDetector>,
+    stall_detectors: BTreeMap<u32, WorkerStallDetector>,
 }
 
 /// Converts an address to the layout of `struct client` in bpf/dispatch/request.h. The unspecified address becomes 0.
@@ -135,10 +135,10 @@ impl RequestLedger {
     }
 
     /// Stores the service's address and policy, for commands that read the pinned maps.
-    pub(super) fn store_service_info(&self, options: &Options) {
-        let word32_at = |field_offset| self.state.word32(field_offset);
-        word32_at(offset_of!(intf::dispatch_state, policy)).store(options.policy.bpf_number(), Ordering::Relaxed);
-        word32_at(offset_of!(intf::dispatch_state, port))
+    pub(super) fn store_service_info(&self, options: &DispatchOptions) {
+        let state_word32_at = |field_offset| self.state.word32(field_offset);
+        state_word32_at(offset_of!(intf::dispatch_state, policy)).store(options.policy.bpf_number(), Ordering::Relaxed);
+        state_word32_at(offset_of!(intf::dispatch_state, port))
             .store(options.service_address.port().into(), Ordering::Relaxed);
         let address_octets = match options.service_address.ip() {
             IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
@@ -148,7 +148,7 @@ impl RequestLedger {
     }
 
     /// Returns the service's address and the name of its policy.
-    pub fn service_and_policy(&self) -> (SocketAddr, &'static str) {
+    pub fn service_address_and_policy_name(&self) -> (SocketAddr, &'static str) {
         let address_octets = self.state.read::<[u8; 16]>(offset_of!(intf::dispatch_state, address));
         let load_word32 = |field_offset| self.state.word32(field_offset).load(Ordering::Relaxed);
         let policy_number = load_word32(offset_of!(intf::dispatch_state, policy)) as usize;
@@ -157,8 +157,8 @@ impl RequestLedger {
         (SocketAddr::new(Ipv6Addr::from(*address_octets).to_canonical(), port), policy_name)
     }
 
-    /// Returns the time since the last poll, by the wall clock. If it exceeds [`POLL_INTERVAL`] by far, no process
-    /// maintains the service.
+    /// Returns the time since the last poll, by the wall clock. If it exceeds [`QUEUE_POLL_INTERVAL`] by far, no
+    /// process maintains the service.
     pub fn time_since_last_poll(&self) -> Duration {
         let last_poll_ms = self.state.load(offset_of!(intf::dispatch_state, polled_ms));
         Duration::from_millis(wall_clock_ms().saturating_sub(last_poll_ms))
@@ -170,18 +170,18 @@ impl RequestLedger {
     }
 
     /// Returns the counts of the worker in each slot that has or had one.
-    pub fn worker_counts(&self) -> Vec<WorkerCounts> {
-        (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.counts_of_slot(slot)).collect()
+    pub fn worker_counts(&self) -> Vec<WorkerRequestCounts> {
+        (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.worker_counts_of_slot(slot)).collect()
     }
 
-    fn counts_of_slot(&self, slot: u32) -> Option<WorkerCounts> {
+    fn worker_counts_of_slot(&self, slot: u32) -> Option<WorkerRequestCounts> {
         let outstanding_word = self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed);
         let worker_entry = self.state.read::<intf::dispatch_worker>(worker_entry_offset(slot));
         // The number is computed, because a separate counter would cost each request an atomic operation.
         let in_flight_requests = (outstanding_word & intf::DISPATCH_COUNT_MASK).saturating_sub(worker_entry.surplus);
         let dispatched_requests =
             worker_entry.untracked + worker_entry.completed + worker_entry.abandoned + u64::from(in_flight_requests);
-        (worker_entry.socket != 0 || dispatched_requests != 0).then(|| WorkerCounts {
+        (worker_entry.socket != 0 || dispatched_requests != 0).then(|| WorkerRequestCounts {
             socket_slot: slot,
             worker_pid: worker_entry.pid,
             outstanding_requests: outstanding_word & intf::DISPATCH_COUNT_MASK,
@@ -196,9 +196,9 @@ impl RequestLedger {
     }
 
     /// Returns the sum (in ns) and the number of the service times measured for each of the first `type_count` types.
-    pub fn observed_service_times(&self, type_count: usize) -> Vec<(u64, u64)> {
+    pub fn service_time_sums_and_counts(&self, type_count: usize) -> Vec<(u64, u64)> {
         let read_sum_and_count = |type_number: usize| {
-            let type_entry = self.state.read::<intf::dispatch_type>(type_entry_offset(type_number));
+            let type_entry = self.state.read::<intf::dispatch_type>(request_type_entry_offset(type_number));
             (type_entry.observed_ns, type_entry.observed)
         };
         (0..type_count).map(read_sum_and_count).collect()
@@ -206,7 +206,7 @@ impl RequestLedger {
 
     pub(super) fn set_expected_service_time(&self, type_number: usize, service_time: RoundedServiceTime) {
         assert!(type_number < intf::MAX_DISPATCH_TYPES as usize, "type {type_number}");
-        let weight_offset = type_entry_offset(type_number) + offset_of!(intf::dispatch_type, weight);
+        let weight_offset = request_type_entry_offset(type_number) + offset_of!(intf::dispatch_type, weight);
         self.state.store(weight_offset, service_time.to_bits().into());
     }
 
@@ -214,12 +214,15 @@ impl RequestLedger {
     /// class, with a limit for each of `slots`. If `slot_0_limit` is given, it replaces the limit of slot 0.
     pub(super) fn set_request_limits(&self, slots: &[u32], limits_by_class: &[Vec<u32>], slot_0_limit: Option<u32>) {
         for (class, class_limits) in limits_by_class.iter().take(MAX_CLASS_COUNT).enumerate() {
-            let limit_word = |slot: u32| {
+            let request_limit_word = |slot: u32| {
                 let limit_index = class * MAX_WORKER_COUNT + slot as usize;
                 self.state.word32(offset_of!(intf::dispatch_state, bound) + limit_index * size_of::<u32>())
             };
-            slots.iter().zip(class_limits).for_each(|(slot, limit)| limit_word(*slot).store(*limit, Ordering::Relaxed));
-            slot_0_limit.into_iter().for_each(|limit| limit_word(0).store(limit, Ordering::Relaxed));
+            slots
+                .iter()
+                .zip(class_limits)
+                .for_each(|(slot, limit)| request_limit_word(*slot).store(*limit, Ordering::Relaxed));
+            slot_0_limit.into_iter().for_each(|limit| request_limit_word(0).store(limit, Ordering::Relaxed));
         }
     }
 
@@ -260,10 +263,10 @@ impl RequestLedger {
         &mut self,
         cookies_by_slot: &BTreeMap<u32, SocketCookie>,
         now: Duration,
-        timeouts: &Timeouts,
+        timeouts: &RequestTimeouts,
     ) -> bool {
         let mut entries_by_slot: Vec<Vec<(usize, RequestEntry)>> = vec![Vec::new(); MAX_WORKER_COUNT];
-        self.outstanding_entries().for_each(|(request_index, entry)| {
+        self.outstanding_request_entries().for_each(|(request_index, entry)| {
             entries_by_slot[entry.worker_slot() as usize].push((request_index, entry))
         });
         let mut has_worker_died = false;
@@ -277,7 +280,7 @@ impl RequestLedger {
             if cookies_by_slot.get(&slot) != Some(&socket_cookie) {
                 tracing::info!(
                     event = "worker-gone",
-                    service = %self.service_and_policy().0,
+                    service = %self.service_address_and_policy_name().0,
                     slot,
                     pid = self.worker_pid(slot),
                     "the worker's socket is closed: the dispatcher counts its outstanding requests as abandoned"
@@ -294,7 +297,7 @@ impl RequestLedger {
         has_worker_died
     }
 
-    fn outstanding_entries(&self) -> impl Iterator<Item = (usize, RequestEntry)> + '_ {
+    fn outstanding_request_entries(&self) -> impl Iterator<Item = (usize, RequestEntry)> + '_ {
         let load_entry =
             |request_index| Some((request_index, RequestEntry(self.requests.load(request_index * size_of::<u64>()))));
         (0..intf::DISPATCH_REQUESTS as usize).filter_map(load_entry).filter(|(_, entry)| entry.0 != 0)
@@ -312,21 +315,21 @@ impl RequestLedger {
     /// Disables a worker that does not read its requests, or enables it when it reads again. The BPF programs also
     /// enable a worker when it responds. They miss a response by another socket, and an emptied queue without
     /// responses.
-    fn enable_or_disable_worker(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
+    fn enable_or_disable_worker(&mut self, slot: u32, now: Duration, timeouts: &RequestTimeouts) {
         let response_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, responses));
         let completed_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, completed));
         let progress_count = response_count.wrapping_add(completed_count);
         let queued = self.queued_datagram_count(slot);
         let stall_detector =
-            self.stall_detectors.entry(slot).or_insert_with(|| StallDetector::new(now, progress_count));
-        let is_stalled = stall_detector.is_stalled(now, progress_count, queued, timeouts.stall_after);
+            self.stall_detectors.entry(slot).or_insert_with(|| WorkerStallDetector::new(now, progress_count));
+        let is_stalled = stall_detector.detect_stall(now, progress_count, queued, timeouts.stall_after);
         let is_disabled =
             self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed) & intf::DISPATCH_DISABLED != 0;
         match (is_stalled, is_disabled) {
             (true, false) => {
                 tracing::warn!(
                     event = "worker-stalled",
-                    service = %self.service_and_policy().0,
+                    service = %self.service_address_and_policy_name().0,
                     slot,
                     pid = self.worker_pid(slot),
                     queued,
@@ -343,7 +346,7 @@ impl RequestLedger {
     fn abandon_expired_requests(&self, slot: u32, entries: &[(usize, RequestEntry)], timeout: Duration) {
         let current_epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
         let ages_in_polls: Vec<u32> = entries.iter().map(|(_, entry)| entry.age_in_polls(current_epoch)).collect();
-        let timeout_in_polls = timeout.div_duration_f64(POLL_INTERVAL).ceil() as u32;
+        let timeout_in_polls = timeout.div_duration_f64(QUEUE_POLL_INTERVAL).ceil() as u32;
         for entry_index in expired_request_indexes(&ages_in_polls, self.queued_datagram_count(slot), timeout_in_polls) {
             self.abandon_request(entries[entry_index].0, entries[entry_index].1);
         }
@@ -351,7 +354,7 @@ impl RequestLedger {
 
     fn abandon_all_requests(&self, slot: u32) {
         let entries_of_slot: Vec<_> =
-            self.outstanding_entries().filter(|(_, entry)| entry.worker_slot() == slot).collect();
+            self.outstanding_request_entries().filter(|(_, entry)| entry.worker_slot() == slot).collect();
         entries_of_slot.into_iter().for_each(|(request_index, entry)| self.abandon_request(request_index, entry));
         let surplus_requests =
             self.state.word32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, surplus));
@@ -391,16 +394,17 @@ impl RequestLedger {
 
     /// Updates the round-robin order of workers, and the number of slots up to the highest slot with a worker.
     fn update_round_robin_order(&self) {
-        let worker_flags = |slot| {
+        let load_worker_flags = |slot| {
             self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK
         };
-        let present_slots: Vec<u32> =
-            (0..intf::MAX_DISPATCH_WORKERS).filter(|slot| worker_flags(*slot) & intf::DISPATCH_GONE == 0).collect();
+        let present_slots: Vec<u32> = (0..intf::MAX_DISPATCH_WORKERS)
+            .filter(|slot| load_worker_flags(*slot) & intf::DISPATCH_GONE == 0)
+            .collect();
         // With the policy `random` the kernel chooses, which also selects stalled workers.
         let is_random_policy = self.state.word32(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
             == intf::DISPATCH_POLICY_RANDOM;
         let mut round_robin_order = [0u8; MAX_WORKER_COUNT];
-        let eligible_slots = present_slots.iter().filter(|slot| is_random_policy || worker_flags(**slot) == 0);
+        let eligible_slots = present_slots.iter().filter(|slot| is_random_policy || load_worker_flags(**slot) == 0);
         let round_robin_length = round_robin_order
             .iter_mut()
             .zip(eligible_slots)
@@ -415,7 +419,7 @@ impl RequestLedger {
     }
 }
 
-fn type_entry_offset(type_number: usize) -> usize {
+fn request_type_entry_offset(type_number: usize) -> usize {
     offset_of!(intf::dispatch_state, types) + type_number * size_of::<intf::dispatch_type>()
 }
 

@@ -28,7 +28,7 @@ pub struct IntakeProgram {
     program: OwnedFd,
     sockets_by_queue: MapHandle,
     counters: MapHandle,
-    attachment: Option<(XdpLink, AttachedXdpMode)>,
+    link_and_mode: Option<(XdpLink, AttachedXdpMode)>,
 }
 
 impl IntakeProgram {
@@ -61,20 +61,20 @@ impl IntakeProgram {
             program: loaded_skeleton.progs.intake.as_fd().try_clone_to_owned()?,
             sockets_by_queue: MapHandle::try_from(&loaded_skeleton.maps.intake_sockets)?,
             counters: MapHandle::try_from(&loaded_skeleton.maps.intake_counters)?,
-            attachment: None,
+            link_and_mode: None,
         })
     }
 
     /// Attaches the program to a device, in the driver if possible. Fails when the device has another XDP program.
     pub fn attach(&mut self, interface_index: u32) -> anyhow::Result<AttachedXdpMode> {
-        let created_link = XdpLink::create_in_any_mode(self.program(), interface_index);
+        let created_link = XdpLink::create_in_any_mode(self.program_fd(), interface_index);
         let (link, attachment) = created_link.context("attaching the XDP program: expected no other one there")?;
-        self.attachment = Some((link, attachment));
+        self.link_and_mode = Some((link, attachment));
         Ok(attachment)
     }
 
     /// Returns the file descriptor of the program, for `BPF_PROG_TEST_RUN`.
-    pub fn program(&self) -> BorrowedFd<'_> {
+    pub fn program_fd(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }
 

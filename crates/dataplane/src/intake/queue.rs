@@ -18,7 +18,7 @@ const MAX_BATCH_FRAMES: usize = 32;
 
 /// Method by which received frames get into an AF_XDP socket's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CopyMode {
+pub enum FrameCopyMode {
     /// The driver writes frames directly into the socket's memory.
     ZeroCopy,
     /// The kernel copies frames into the socket's memory.
@@ -27,7 +27,7 @@ pub enum CopyMode {
 
 /// Numbers of redirected frames that the kernel dropped, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct DropCounts {
+pub struct FrameDropCounts {
     /// Number of frames dropped because the receive ring was full.
     pub receive_ring_full: u64,
     /// Number of frames dropped because the fill ring was empty.
@@ -40,7 +40,7 @@ pub struct XdpQueue {
     rx_ring: RxRing,
     fill_ring: WakableFillRing,
     umem: Umem,
-    copy_mode: CopyMode,
+    copy_mode: FrameCopyMode,
 }
 
 impl XdpQueue {
@@ -66,12 +66,12 @@ impl XdpQueue {
         let rx_ring = rings.rx_ring.context("a socket without a receive ring")?;
         // SAFETY: `XdpQueue` drops the socket before the memory.
         unsafe { fill_ring.enqueue(&mut umem, FRAMES_PER_SOCKET as usize, true) }.context("the fill ring")?;
-        let copy_mode = query_copy_mode(fd(&socket))?;
+        let copy_mode = query_copy_mode(socket_fd(&socket))?;
         Ok(Self { socket, rx_ring, fill_ring, umem, copy_mode })
     }
 
     /// Returns the method by which received frames get into the socket's memory.
-    pub fn copy_mode(&self) -> CopyMode {
+    pub fn copy_mode(&self) -> FrameCopyMode {
         self.copy_mode
     }
 
@@ -89,14 +89,14 @@ impl XdpQueue {
             self.umem.free_packet(frame);
         }
         // SAFETY: as above.
-        unsafe { self.fill_ring.enqueue(&mut self.umem, received_frames, self.copy_mode == CopyMode::ZeroCopy) }?;
+        unsafe { self.fill_ring.enqueue(&mut self.umem, received_frames, self.copy_mode == FrameCopyMode::ZeroCopy) }?;
         Ok(received_frames)
     }
 
     /// Returns the numbers of frames that the kernel has dropped since the socket was bound.
-    pub fn drop_counts(&self) -> anyhow::Result<DropCounts> {
+    pub fn drop_counts(&self) -> anyhow::Result<FrameDropCounts> {
         let statistics = self.socket.statistics()?;
-        Ok(DropCounts { receive_ring_full: statistics.rx_ring_full, fill_ring_empty: statistics.rx_dropped })
+        Ok(FrameDropCounts { receive_ring_full: statistics.rx_ring_full, fill_ring_empty: statistics.rx_dropped })
     }
 
     /// Checks that the socket's device still exists. Fails when it was removed.
@@ -110,7 +110,7 @@ impl XdpQueue {
 
 impl AsFd for XdpQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        fd(&self.socket)
+        socket_fd(&self.socket)
     }
 }
 
@@ -120,12 +120,12 @@ impl std::fmt::Debug for XdpQueue {
     }
 }
 
-fn fd(socket: &XdpSocket) -> BorrowedFd<'_> {
+fn socket_fd(socket: &XdpSocket) -> BorrowedFd<'_> {
     // SAFETY: the descriptor is open as long as the socket is borrowed.
     unsafe { BorrowedFd::borrow_raw(socket.raw_fd()) }
 }
 
-fn query_copy_mode(socket: BorrowedFd<'_>) -> io::Result<CopyMode> {
+fn query_copy_mode(socket: BorrowedFd<'_>) -> io::Result<FrameCopyMode> {
     let mut options = libc::xdp_options { flags: 0 };
     let mut option_length = size_of_val(&options) as libc::socklen_t;
     let (value, descriptor) = ((&raw mut options).cast(), socket.as_raw_fd());
@@ -135,5 +135,5 @@ fn query_copy_mode(socket: BorrowedFd<'_>) -> io::Result<CopyMode> {
     if result < 0 {
         return Err(io::Error::last_os_error());
     }
-    Ok(if options.flags & libc::XDP_OPTIONS_ZEROCOPY != 0 { CopyMode::ZeroCopy } else { CopyMode::Copy })
+    Ok(if options.flags & libc::XDP_OPTIONS_ZEROCOPY != 0 { FrameCopyMode::ZeroCopy } else { FrameCopyMode::Copy })
 }

@@ -7,17 +7,17 @@ const MIN_BLOCK_BYTES: u32 = 64;
 
 /// Allocated block of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Block {
+pub struct MemoryBlock {
     /// Offset of the block from the start of the memory, in bytes. It is never 0.
-    pub offset: u32,
+    pub offset_bytes: u32,
     /// Binary logarithm of the block's size in bytes.
     size_log2: u32,
 }
 
-impl Block {
-    /// Returns the block that was allocated at `offset` for `bytes` bytes.
-    pub fn from_offset_and_size(offset: u32, bytes: u32) -> Self {
-        Self { offset, size_log2: size_log2_for(bytes) }
+impl MemoryBlock {
+    /// Returns the block that was allocated at `offset_bytes` for `bytes` bytes.
+    pub fn from_offset_and_size(offset_bytes: u32, bytes: u32) -> Self {
+        Self { offset_bytes, size_log2: block_size_log2(bytes) }
     }
 
     pub fn size_bytes(self) -> u32 {
@@ -25,7 +25,7 @@ impl Block {
     }
 }
 
-fn size_log2_for(bytes: u32) -> u32 {
+fn block_size_log2(bytes: u32) -> u32 {
     bytes.max(MIN_BLOCK_BYTES).next_power_of_two().trailing_zeros()
 }
 
@@ -41,15 +41,15 @@ impl BuddyAllocator {
     /// (offset and size in bytes) count as allocated.
     pub fn new(bytes: u32, used_ranges: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut allocator = Self { memory_bytes: bytes, ..Self::default() };
-        let mut used_blocks: Vec<Block> =
-            used_ranges.into_iter().map(|(address, bytes)| Block::from_offset_and_size(address, bytes)).collect();
-        used_blocks.push(Block::from_offset_and_size(0, MIN_BLOCK_BYTES));
+        let mut used_blocks: Vec<MemoryBlock> =
+            used_ranges.into_iter().map(|(address, bytes)| MemoryBlock::from_offset_and_size(address, bytes)).collect();
+        used_blocks.push(MemoryBlock::from_offset_and_size(0, MIN_BLOCK_BYTES));
         used_blocks.sort_unstable();
         used_blocks.dedup();
         let mut previous_end = 0;
         for block in used_blocks {
-            allocator.free_range(previous_end, block.offset);
-            previous_end = previous_end.max(block.offset + block.size_bytes());
+            allocator.free_range(previous_end, block.offset_bytes);
+            previous_end = previous_end.max(block.offset_bytes + block.size_bytes());
         }
         allocator.free_range(previous_end, bytes);
         allocator
@@ -66,14 +66,14 @@ impl BuddyAllocator {
             let max_aligned_log2 = if start == 0 { 31 } else { start.trailing_zeros() };
             let max_fitting_log2 = (end - start).ilog2();
             let size_log2 = max_aligned_log2.min(max_fitting_log2);
-            self.free(Block { offset: start, size_log2 });
+            self.free(MemoryBlock { offset_bytes: start, size_log2 });
             start += 1 << size_log2;
         }
     }
 
     /// Allocates a block of at least `bytes` bytes. Returns `None` if no free block is large enough.
-    pub fn allocate(&mut self, bytes: u32) -> Option<Block> {
-        let needed_log2 = size_log2_for(bytes);
+    pub fn allocate(&mut self, bytes: u32) -> Option<MemoryBlock> {
+        let needed_log2 = block_size_log2(bytes);
         let split_block_log2 =
             (needed_log2..32).find(|order| !self.free_offsets_by_log2[*order as usize].is_empty())?;
         let block_offset = self.free_offsets_by_log2[split_block_log2 as usize].pop_first()?;
@@ -81,12 +81,12 @@ impl BuddyAllocator {
         for half_log2 in needed_log2..split_block_log2 {
             self.free_offsets_by_log2[half_log2 as usize].insert(block_offset + (1 << half_log2));
         }
-        Some(Block { offset: block_offset, size_log2: needed_log2 })
+        Some(MemoryBlock { offset_bytes: block_offset, size_log2: needed_log2 })
     }
 
     /// Frees a block and merges it with free neighbours.
-    pub fn free(&mut self, block: Block) {
-        let Block { offset: mut block_offset, size_log2: mut order } = block;
+    pub fn free(&mut self, block: MemoryBlock) {
+        let MemoryBlock { offset_bytes: mut block_offset, size_log2: mut order } = block;
         loop {
             let buddy_offset = block_offset ^ 1 << order;
             if order >= 31 || !self.free_offsets_by_log2[order as usize].remove(&buddy_offset) {
@@ -114,12 +114,12 @@ mod tests {
     fn first_block_is_never_allocated() {
         let mut allocator = BuddyAllocator::new(1024, []);
         let mut block_offsets: Vec<u32> =
-            std::iter::from_fn(|| allocator.allocate(64)).map(|block| block.offset).collect();
+            std::iter::from_fn(|| allocator.allocate(64)).map(|block| block.offset_bytes).collect();
         block_offsets.sort_unstable();
         assert_eq!(block_offsets, (1..16).map(|n| n * 64).collect::<Vec<_>>());
         assert_eq!(allocator.allocate(1), None);
         allocator.grow(2048);
-        assert_eq!(allocator.allocate(1000).map(|block| block.offset), Some(1024));
+        assert_eq!(allocator.allocate(1000).map(|block| block.offset_bytes), Some(1024));
     }
 
     proptest! {
@@ -129,15 +129,16 @@ mod tests {
         ) {
             let mut allocator = BuddyAllocator::new(1 << 16, []);
             let initial_allocator = allocator.clone();
-            let mut allocated_blocks: Vec<(Block, u32)> = Vec::new();
+            let mut allocated_blocks: Vec<(MemoryBlock, u32)> = Vec::new();
             for (bytes, is_free_step, block_choice) in steps {
                 if is_free_step && !allocated_blocks.is_empty() {
                     allocator.free(allocated_blocks.swap_remove(block_choice.index(allocated_blocks.len())).0);
                 } else if let Some(block) = allocator.allocate(bytes) {
-                    prop_assert!(block.offset > 0 && block.offset + bytes <= 1 << 16 && 1 << block.size_log2 >= bytes);
-                    let is_disjoint = |(other, _): &(Block, u32)| {
-                        block.offset + (1 << block.size_log2) <= other.offset
-                            || other.offset + (1 << other.size_log2) <= block.offset
+                    prop_assert!(block.offset_bytes > 0 && block.offset_bytes + bytes <= 1 << 16);
+                    prop_assert!(1 << block.size_log2 >= bytes);
+                    let is_disjoint = |(other, _): &(MemoryBlock, u32)| {
+                        block.offset_bytes + (1 << block.size_log2) <= other.offset_bytes
+                            || other.offset_bytes + (1 << other.size_log2) <= block.offset_bytes
                     };
                     prop_assert!(allocated_blocks.iter().all(is_disjoint));
                     allocated_blocks.push((block, bytes));
@@ -147,7 +148,7 @@ mod tests {
             }
             // An allocator that is rebuilt from the used blocks, as after a take-over, has the same state.
             let rebuilt_allocator = BuddyAllocator::new(1 << 16,
-                allocated_blocks.iter().map(|(block, bytes)| (block.offset, *bytes)));
+                allocated_blocks.iter().map(|(block, bytes)| (block.offset_bytes, *bytes)));
             prop_assert_eq!(&rebuilt_allocator, &allocator);
             allocated_blocks.into_iter().for_each(|(block, _)| allocator.free(block));
             prop_assert_eq!(allocator, initial_allocator);

@@ -17,15 +17,15 @@ use libbpf_rs::{MapHandle, PerfBuffer, PerfBufferBuilder, libbpf_sys};
 use zerocopy::FromBytes as _;
 
 use super::link::XdpLink;
-use super::program::{CaptureTarget, Maps};
-use super::servers::{member_ids, resolved_mac, server_entry};
+use super::program::{CaptureTarget, LoadBalancerMaps};
+use super::servers::{member_server_ids, resolved_mac_of_entry, server_entry};
 use super::services::{read_services, services_with_names};
 use super::{COUNTER_NAMES, ServiceIndex};
 use crate::mac::MacAddress;
 
 /// Options of a packet capture.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct CaptureOptions {
     /// Pin directory of the load balancer, on a BPF file system.
     pub pin_directory: PathBuf,
     /// Service whose packets are captured.
@@ -39,7 +39,7 @@ pub struct Options {
 pub struct CapturedPacket {
     /// Time of CLOCK_MONOTONIC at which the packet arrived.
     pub arrival_time: Duration,
-    /// Length of the frame on arrival, in bytes. At most [`Options::max_captured_bytes`] of them are captured.
+    /// Length of the frame on arrival, in bytes. At most [`CaptureOptions::max_captured_bytes`] of them are captured.
     pub frame_length: u32,
     /// Captured bytes of the frame on arrival.
     pub received_frame: Vec<u8>,
@@ -48,12 +48,12 @@ pub struct CapturedPacket {
     /// Name of the counter that counted the packet, which is one of [`COUNTER_NAMES`].
     pub outcome: &'static str,
     /// Destination of the packet.
-    pub destination: Destination,
+    pub destination: PacketDestination,
 }
 
 /// Destination to which the program sent a captured packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Destination {
+pub enum PacketDestination {
     /// Network stack of the load balancer's own host.
     Kernel,
     /// No destination, because the program dropped the packet.
@@ -77,19 +77,19 @@ pub enum Destination {
 }
 
 /// Running packet capture, which ends when the value is dropped.
-pub struct Capture {
-    options: Options,
-    maps: Maps,
+pub struct PacketCapture {
+    options: CaptureOptions,
+    maps: LoadBalancerMaps,
     pinned_link: XdpLink,
     service_index: ServiceIndex,
-    attached_capture: AttachedCapture,
+    attached_capture: AttachedCaptureProgram,
     last_program_check: Instant,
     servers_by_mac: HashMap<MacAddress, Vec<ServerId>>,
     records: Rc<RefCell<CaptureRecords>>,
 }
 
 /// Capturing program variant that is attached to the device, and the program that it replaced.
-struct AttachedCapture {
+struct AttachedCaptureProgram {
     replaced_program: OwnedFd,
     /// Id of the attached variant. If the device has another program, the daemon has attached a newer one.
     capture_program_id: u32,
@@ -117,23 +117,23 @@ const PERF_BUFFER_PAGE_COUNT: usize = 1024;
 /// Interval at which the capture checks whether the daemon has attached another program.
 const PROGRAM_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
-impl Capture {
+impl PacketCapture {
     /// Starts a capture, by replacing the program pinned in `options.pin_directory` with a capturing variant. Fails
     /// when no load balancer is pinned there, it lacks the service, or another version of coreward loaded it.
-    pub fn start(options: Options) -> anyhow::Result<Self> {
+    pub fn start(options: CaptureOptions) -> anyhow::Result<Self> {
         ensure!(options.max_captured_bytes > 0, "a capture of 0 bytes of each packet: expected at least 1");
         let lb_directory = super::pin_directory::find_lb_directory(&options.pin_directory)?;
         let Some(link) = XdpLink::open_pinned(&lb_directory.join("link"))? else {
             bail!("{}: no load balancer is attached here", options.pin_directory.display());
         };
-        let maps = Maps::take_over(&lb_directory)?;
+        let maps = LoadBalancerMaps::take_over(&lb_directory)?;
         let services = read_services(&maps);
         let Some(service) = services.get(&options.service).map(|service| service.index) else {
             let known_services: Vec<String> = services.keys().map(ToString::to_string).collect();
             bail!("no service {}: expected one of {}", options.service, known_services.join(", "));
         };
         let records = Rc::new(RefCell::new(CaptureRecords::default()));
-        let attached_capture = AttachedCapture::new(&options, &maps, &link, service, &records)?;
+        let attached_capture = AttachedCaptureProgram::new(&options, &maps, &link, service, &records)?;
         let mut capture = Self {
             options,
             maps,
@@ -155,8 +155,10 @@ impl Capture {
             self.last_program_check = Instant::now();
             if self.pinned_link.program_id()? != self.attached_capture.capture_program_id {
                 // The daemon may also have replaced the connection table by one of another size.
-                self.maps = Maps::take_over(&super::pin_directory::find_lb_directory(&self.options.pin_directory)?)?;
-                self.attached_capture = AttachedCapture::new(
+                self.maps = LoadBalancerMaps::take_over(&super::pin_directory::find_lb_directory(
+                    &self.options.pin_directory,
+                )?)?;
+                self.attached_capture = AttachedCaptureProgram::new(
                     &self.options,
                     &self.maps,
                     &self.pinned_link,
@@ -189,32 +191,34 @@ impl Capture {
         self.records.borrow().lost_record_count
     }
 
-    fn classify_destination(&mut self, action: u32, sent_bytes: &[u8]) -> Destination {
+    fn classify_destination(&mut self, action: u32, sent_bytes: &[u8]) -> PacketDestination {
         match action {
-            libbpf_sys::XDP_PASS => return Destination::Kernel,
+            libbpf_sys::XDP_PASS => return PacketDestination::Kernel,
             libbpf_sys::XDP_TX => {}
-            _ => return Destination::Dropped,
+            _ => return PacketDestination::Dropped,
         }
-        let Some(mac) = sent_bytes.first_chunk().map(|octets| MacAddress(*octets)) else { return Destination::Dropped };
+        let Some(mac) = sent_bytes.first_chunk().map(|octets| MacAddress(*octets)) else {
+            return PacketDestination::Dropped;
+        };
         if mac.0 == [0xff; 6] {
-            return Destination::Broadcast;
+            return PacketDestination::Broadcast;
         }
         if !self.servers_by_mac.contains_key(&mac) {
             self.update_servers_by_mac();
         }
         if let Some(ids) = self.servers_by_mac.get(&mac) {
-            return Destination::Server { mac, ids: ids.clone() };
+            return PacketDestination::Server { mac, ids: ids.clone() };
         }
         match self.load_balancer_with_mac(mac) {
-            Some(owner_number) => Destination::LoadBalancer { owner_number },
-            None => Destination::UnknownMac(mac),
+            Some(owner_number) => PacketDestination::LoadBalancer { owner_number },
+            None => PacketDestination::UnknownMac(mac),
         }
     }
 
     fn update_servers_by_mac(&mut self) {
         self.servers_by_mac.clear();
-        for server in member_ids(&self.maps, self.service_index) {
-            if let Some(mac) = resolved_mac(server_entry(&self.maps, self.service_index, server)) {
+        for server in member_server_ids(&self.maps, self.service_index) {
+            if let Some(mac) = resolved_mac_of_entry(server_entry(&self.maps, self.service_index, server)) {
                 self.servers_by_mac.entry(mac).or_default().push(server);
             }
         }
@@ -224,14 +228,14 @@ impl Capture {
         let owner_entry_offset =
             |owner: u8| offset_of!(intf::lb_state, owners) + usize::from(owner) * size_of::<intf::server_entry>();
         (0..intf::MAX_OWNERS as u8)
-            .find(|owner| resolved_mac(self.maps.state.load(owner_entry_offset(*owner))) == Some(mac))
+            .find(|owner| resolved_mac_of_entry(self.maps.state.load(owner_entry_offset(*owner))) == Some(mac))
     }
 }
 
-impl AttachedCapture {
+impl AttachedCaptureProgram {
     fn new(
-        options: &Options,
-        maps: &Maps,
+        options: &CaptureOptions,
+        maps: &LoadBalancerMaps,
         link: &XdpLink,
         service: ServiceIndex,
         records: &Rc<RefCell<CaptureRecords>>,
@@ -265,7 +269,7 @@ impl AttachedCapture {
 }
 
 /// Restores the replaced program unless the daemon has attached another one.
-impl Drop for Capture {
+impl Drop for PacketCapture {
     fn drop(&mut self) {
         let restore_program = || -> anyhow::Result<()> {
             if self.pinned_link.program_id()? == self.attached_capture.capture_program_id {
@@ -310,6 +314,6 @@ fn program_fd_by_id(id: u32) -> anyhow::Result<OwnedFd> {
 /// Returns the services of the load balancer that is pinned in `pin_directory`, with their configured names. Fails when
 /// no load balancer is pinned there.
 pub fn pinned_services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
-    let maps = Maps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)?;
+    let maps = LoadBalancerMaps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)?;
     Ok(services_with_names(&maps))
 }

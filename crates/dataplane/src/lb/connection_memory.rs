@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use anyhow::Context as _;
 use coreward_intf as intf;
 use coreward_model::connection_table::table::{AtomicWordStorage, ConnectionTable, TableWord};
-use coreward_model::connection_table::{ConnectionIndex, TableSize};
+use coreward_model::connection_table::{ConnectionIndex, ConnectionTableSize};
 
 use crate::mmap_array::MmapArray;
 
@@ -14,22 +14,22 @@ use crate::mmap_array::MmapArray;
 pub(super) struct SharedTableMemory {
     entries: MmapArray<[intf::connection]>,
     free_stacks: MmapArray<[intf::connection_stack]>,
-    table_size: TableSize,
+    table_size: ConnectionTableSize,
 }
 
 /// Connection table in memory that is shared with the BPF program.
 pub(super) type SharedConnectionTable = ConnectionTable<SharedTableMemory>;
 
 impl SharedTableMemory {
-    fn entry_offset(&self, index: ConnectionIndex) -> usize {
+    fn connection_entry_offset(&self, index: ConnectionIndex) -> usize {
         index.position(self.table_size) as usize * size_of::<intf::connection>()
     }
 
-    fn stack_top_offset(partition: u32) -> usize {
+    fn partition_stack_top_offset(partition: u32) -> usize {
         partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, top)
     }
 
-    fn clock_hand_offset(partition: u32) -> usize {
+    fn partition_clock_hand_offset(partition: u32) -> usize {
         partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, hand)
     }
 }
@@ -37,32 +37,42 @@ impl SharedTableMemory {
 impl AtomicWordStorage for SharedTableMemory {
     fn load(&self, word: TableWord) -> u64 {
         match word {
-            TableWord::PartitionStackTop(partition) => self.free_stacks.load(Self::stack_top_offset(partition)),
-            TableWord::PartitionClockHand(partition) => self.free_stacks.load(Self::clock_hand_offset(partition)),
-            TableWord::EntryWordAtOffset(index, field) => self.entries.load(self.entry_offset(index) + field),
+            TableWord::PartitionStackTop(partition) => {
+                self.free_stacks.load(Self::partition_stack_top_offset(partition))
+            }
+            TableWord::PartitionClockHand(partition) => {
+                self.free_stacks.load(Self::partition_clock_hand_offset(partition))
+            }
+            TableWord::EntryWordAtOffset(index, field) => {
+                self.entries.load(self.connection_entry_offset(index) + field)
+            }
         }
     }
 
     fn store(&self, word: TableWord, value: u64) {
         match word {
-            TableWord::PartitionStackTop(partition) => self.free_stacks.store(Self::stack_top_offset(partition), value),
-            TableWord::PartitionClockHand(partition) => {
-                self.free_stacks.store(Self::clock_hand_offset(partition), value)
+            TableWord::PartitionStackTop(partition) => {
+                self.free_stacks.store(Self::partition_stack_top_offset(partition), value)
             }
-            TableWord::EntryWordAtOffset(index, field) => self.entries.store(self.entry_offset(index) + field, value),
+            TableWord::PartitionClockHand(partition) => {
+                self.free_stacks.store(Self::partition_clock_hand_offset(partition), value)
+            }
+            TableWord::EntryWordAtOffset(index, field) => {
+                self.entries.store(self.connection_entry_offset(index) + field, value)
+            }
         }
     }
 
     fn compare_exchange(&self, word: TableWord, old: u64, new: u64) -> bool {
         match word {
             TableWord::PartitionStackTop(partition) => {
-                self.free_stacks.compare_exchange(Self::stack_top_offset(partition), old, new)
+                self.free_stacks.compare_exchange(Self::partition_stack_top_offset(partition), old, new)
             }
             TableWord::PartitionClockHand(partition) => {
-                self.free_stacks.compare_exchange(Self::clock_hand_offset(partition), old, new)
+                self.free_stacks.compare_exchange(Self::partition_clock_hand_offset(partition), old, new)
             }
             TableWord::EntryWordAtOffset(index, field) => {
-                self.entries.compare_exchange(self.entry_offset(index) + field, old, new)
+                self.entries.compare_exchange(self.connection_entry_offset(index) + field, old, new)
             }
         }
     }
@@ -77,14 +87,15 @@ impl AtomicWordStorage for SharedTableMemory {
 pub(super) fn mmap_connection_table(
     entries: BorrowedFd<'_>,
     free_stacks: BorrowedFd<'_>,
-    size: TableSize,
+    size: ConnectionTableSize,
 ) -> anyhow::Result<SharedConnectionTable> {
-    let entries = MmapArray::new_slice(entries, size.entry_count() as usize).context("mapping the connection table")?;
+    let entries =
+        MmapArray::mmap_slice(entries, size.entry_count() as usize).context("mapping the connection table")?;
     let free_stacks =
-        MmapArray::new_slice(free_stacks, size.partition_count() as usize).context("mapping the free slots")?;
+        MmapArray::mmap_slice(free_stacks, size.partition_count() as usize).context("mapping the free slots")?;
     Ok(ConnectionTable::new(SharedTableMemory { entries, free_stacks, table_size: size }, size))
 }
 
 pub(super) fn count_used_entries(table: &SharedConnectionTable) -> usize {
-    table.size().entry_indexes().filter(|index| !table.is_free(*index)).count()
+    table.size().entry_indexes().filter(|index| !table.is_entry_free(*index)).count()
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    ClockTicks, Connection, ConnectionIndex, ConnectionTimeouts, ExpiryReason, TableOwnerNumber, TableSize,
-    max_entries_per_source_prefix, source_prefix_counter_index,
+    ClockTicks, Connection, ConnectionExpiryReason, ConnectionIndex, ConnectionTableSize, ConnectionTimeouts,
+    TableOwnerNumber, max_entries_per_source_prefix, source_prefix_counter_index,
 };
 use coreward_model::cookie::CookieKey;
 use coreward_model::{ServerId, ServiceAddress};
@@ -17,7 +17,7 @@ use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
 use super::connection_memory::{SharedConnectionTable, count_used_entries};
-use super::program::Maps;
+use super::program::LoadBalancerMaps;
 use super::servers::server_entry;
 use super::services::{read_services, services_with_names};
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex};
@@ -29,8 +29,8 @@ const OWNER_ENTRIES_OFFSET: usize = offset_of!(intf::lb_state, owners);
 
 /// Initialises the connection table in new maps: all entries are free, the hash key is `key` or a random one, and there
 /// is no owner number.
-pub(super) fn initialise_connection_table(maps: &Maps, key: Option<CookieKey>) {
-    maps.connections.initialise();
+pub(super) fn initialise_connection_table(maps: &LoadBalancerMaps, key: Option<CookieKey>) {
+    maps.connections.initialise_entries();
     let hash_key = key.unwrap_or_else(|| CookieKey::random(&mut UnwrapErr(SysRng)));
     maps.state.write(offset_of!(intf::lb_state, connection_key), &hash_key.to_bpf_key());
     store_timers(maps, &ConnectionTimeouts::default(), ClockTicks(0));
@@ -38,29 +38,29 @@ pub(super) fn initialise_connection_table(maps: &Maps, key: Option<CookieKey>) {
 }
 
 /// Stores the timers after which packets may reuse entries, and `last_sweep_time`, the time of the daemon's last sweep.
-fn store_timers(maps: &Maps, timers: &ConnectionTimeouts, last_sweep_time: ClockTicks) {
+fn store_timers(maps: &LoadBalancerMaps, timers: &ConnectionTimeouts, last_sweep_time: ClockTicks) {
     maps.state.write(offset_of!(intf::lb_state, timers), &timers.to_bpf_timers(last_sweep_time));
 }
 
-fn connection_hash_key(maps: &Maps) -> CookieKey {
+fn connection_hash_key(maps: &LoadBalancerMaps) -> CookieKey {
     let bpf_key = maps.state.read::<intf::cookie_key>(offset_of!(intf::lb_state, connection_key));
     CookieKey { k0: bpf_key.k0, k1: bpf_key.k1 }
 }
 
 /// Returns the counter of connection table entries for the clients of one shard. Shards divide the source prefixes by
 /// their hash.
-fn source_prefix_counter(maps: &Maps, shard: usize) -> &AtomicU64 {
+fn shard_entry_counter(maps: &LoadBalancerMaps, shard: usize) -> &AtomicU64 {
     maps.connection_takes.word(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
 }
 
 /// Counts the entries in use, and corrects the counter of each shard of source prefixes. A counter may be wrong if a
 /// process was killed after it freed an entry and before it decremented the counter. The next call corrects
 /// a counter that changes during this call.
-fn recount_used_entries(maps: &Maps) -> u64 {
+fn recount_used_entries(maps: &LoadBalancerMaps) -> u64 {
     let hash_key = connection_hash_key(maps);
     let shard_indexes = 0..intf::SOURCE_SHARDS as usize;
     let counts_before_scan: Vec<u64> =
-        shard_indexes.clone().map(|shard| source_prefix_counter(maps, shard).load(Ordering::Acquire)).collect();
+        shard_indexes.clone().map(|shard| shard_entry_counter(maps, shard).load(Ordering::Acquire)).collect();
     let mut counts_by_shard = vec![0; shard_indexes.len()];
     let table = &maps.connections;
     for client in table.size().entry_indexes().filter_map(|index| table.client_address(index)) {
@@ -69,7 +69,7 @@ fn recount_used_entries(maps: &Maps) -> u64 {
     for shard in shard_indexes.filter(|shard| counts_before_scan[*shard] != counts_by_shard[*shard]) {
         // The exchange fails if the prefix's count has changed since.
         let (previous_count, scanned_count) = (counts_before_scan[shard], counts_by_shard[shard]);
-        let _ = source_prefix_counter(maps, shard).compare_exchange(
+        let _ = shard_entry_counter(maps, shard).compare_exchange(
             previous_count,
             scanned_count,
             Ordering::AcqRel,
@@ -92,7 +92,7 @@ pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Res
         let slots_off_stack = partition_slots
             .filter(|slot| !is_on_stack[*slot as usize])
             .map(|slot| ConnectionIndex::new(partition, slot));
-        indexes_off_stack.extend(slots_off_stack.filter(|index| table.is_free(*index)));
+        indexes_off_stack.extend(slots_off_stack.filter(|index| table.is_entry_free(*index)));
     }
     if indexes_off_stack.is_empty() {
         return Ok(());
@@ -100,7 +100,7 @@ pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Res
     // A running program may just be filling such an entry, so the entries are checked again when all such programs have
     // ended.
     wait_for_running_programs()?;
-    let lost_indexes: Vec<_> = indexes_off_stack.into_iter().filter(|index| table.is_free(*index)).collect();
+    let lost_indexes: Vec<_> = indexes_off_stack.into_iter().filter(|index| table.is_entry_free(*index)).collect();
     lost_indexes.iter().for_each(|index| table.push_slot(*index));
     if !lost_indexes.is_empty() {
         tracing::info!(
@@ -113,7 +113,7 @@ pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Res
 }
 
 /// Stores the owner number in the word that also holds the clock. A concurrent clock update by a packet may be lost.
-fn store_owner_number(maps: &Maps, owner: Option<TableOwnerNumber>) {
+fn store_owner_number(maps: &LoadBalancerMaps, owner: Option<TableOwnerNumber>) {
     let owner_word = owner.map_or(intf::MAX_OWNERS, |owner| u32::from(owner.get()));
     let clock_ticks = maps.state.load(CLOCK_WORD_OFFSET) as u32;
     maps.state.store(CLOCK_WORD_OFFSET, u64::from(owner_word) << 32 | u64::from(clock_ticks));
@@ -122,7 +122,7 @@ fn store_owner_number(maps: &Maps, owner: Option<TableOwnerNumber>) {
 const _: () =
     assert!(CLOCK_WORD_OFFSET.is_multiple_of(8) && offset_of!(intf::lb_state, owner) == CLOCK_WORD_OFFSET + 4);
 
-pub(super) fn packet_clock(maps: &Maps) -> ClockTicks {
+pub(super) fn packet_clock_ticks(maps: &LoadBalancerMaps) -> ClockTicks {
     ClockTicks(maps.state.load(CLOCK_WORD_OFFSET) as u32)
 }
 
@@ -130,20 +130,20 @@ fn owner_entry_offset(owner: TableOwnerNumber) -> usize {
     OWNER_ENTRIES_OFFSET + usize::from(owner.get()) * size_of::<intf::server_entry>()
 }
 
-fn is_server_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
+fn is_server_known(maps: &LoadBalancerMaps, service: ServiceIndex, server: ServerId) -> bool {
     (server_entry(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
 }
 
 /// Number of connection table entries in use, computed from the last count and the changes since then.
 #[derive(Debug)]
-pub(super) struct TableOccupancy {
+pub(super) struct ConnectionTableOccupancy {
     counted_entries: u64,
     /// Number of entries that packets had allocated in total at the time of the last count.
     allocations_at_last_count: u64,
     entries_freed_since_count: u64,
 }
 
-fn total_entry_allocations(maps: &Maps) -> u64 {
+fn total_entry_allocation_count(maps: &LoadBalancerMaps) -> u64 {
     let entry_allocations_of_row = |row: usize| {
         let row_offset = offset_of!(intf::connection_takes, by_row) + row * size_of::<intf::connection_takes_row>();
         maps.connection_takes.load(row_offset + offset_of!(intf::connection_takes_row, count))
@@ -151,15 +151,15 @@ fn total_entry_allocations(maps: &Maps) -> u64 {
     (0..maps.counter_row_count()).map(entry_allocations_of_row).sum()
 }
 
-impl TableOccupancy {
-    pub fn count_used_entries(maps: &Maps) -> Self {
-        let allocations_at_last_count = total_entry_allocations(maps);
+impl ConnectionTableOccupancy {
+    pub fn count_used_entries(maps: &LoadBalancerMaps) -> Self {
+        let allocations_at_last_count = total_entry_allocation_count(maps);
         Self { counted_entries: recount_used_entries(maps), allocations_at_last_count, entries_freed_since_count: 0 }
     }
 
-    fn used_entry_count(&self, maps: &Maps) -> u64 {
+    fn used_entry_count(&self, maps: &LoadBalancerMaps) -> u64 {
         let entry_count = u64::from(maps.connections.size().entry_count());
-        (self.counted_entries + total_entry_allocations(maps).saturating_sub(self.allocations_at_last_count))
+        (self.counted_entries + total_entry_allocation_count(maps).saturating_sub(self.allocations_at_last_count))
             .saturating_sub(self.entries_freed_since_count)
             .min(entry_count)
     }
@@ -169,35 +169,35 @@ pub(super) fn connections_of_service(
     table: &SharedConnectionTable,
     service: ServiceIndex,
 ) -> impl Iterator<Item = Connection> + '_ {
-    let all_connections = table.size().entry_indexes().filter_map(|index| table.connection(index));
+    let all_connections = table.size().entry_indexes().filter_map(|index| table.connection_at(index));
     all_connections.filter(move |connection| connection.identity.service_slot == service.0)
 }
 
 /// Read access to a running load balancer's connection table without its daemon.
 #[derive(Debug)]
-pub struct PinnedConnections {
-    maps: Maps,
+pub struct PinnedConnectionTable {
+    maps: LoadBalancerMaps,
 }
 
-impl PinnedConnections {
+impl PinnedConnectionTable {
     /// Opens the maps pinned in `pin_directory`. Fails when it has no pinned load balancer, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        Ok(Self { maps: Maps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)? })
+        Ok(Self { maps: LoadBalancerMaps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)? })
     }
 
     /// Returns the load balancer's services with their configured names.
-    pub fn services(&self) -> Vec<(ServiceAddress, String)> {
+    pub fn services_with_names(&self) -> Vec<(ServiceAddress, String)> {
         services_with_names(&self.maps)
     }
 
     /// Returns the size of the connection table.
-    pub fn table_size(&self) -> TableSize {
+    pub fn table_size(&self) -> ConnectionTableSize {
         self.maps.connections.size()
     }
 
     /// Returns the current time of the clock that packets read.
-    pub fn packet_clock(&self) -> ClockTicks {
-        packet_clock(&self.maps)
+    pub fn packet_clock_ticks(&self) -> ClockTicks {
+        packet_clock_ticks(&self.maps)
     }
 
     /// Returns an iterator over a service's connection table entries, which is empty if the service does not exist.
@@ -209,7 +209,7 @@ impl PinnedConnections {
 
 impl LoadBalancer {
     /// Returns the size of the connection table.
-    pub fn connection_table_size(&self) -> TableSize {
+    pub fn connection_table_size(&self) -> ConnectionTableSize {
         self.maps.connections.size()
     }
 
@@ -232,7 +232,7 @@ impl LoadBalancer {
 
     /// Sets the MAC address of the load balancer that owns a connection table. Packets whose cookies name an entry of
     /// that table are sent to it. With `None`, that load balancer counts as lost. Its packets are then broadcast at a
-    /// separate rate ([`Options::broadcast_limits`](super::Options::broadcast_limits)).
+    /// separate rate ([`broadcast_limits`](super::LoadBalancerOptions::broadcast_limits)).
     pub fn set_owner_mac(&mut self, owner: TableOwnerNumber, mac: Option<MacAddress>) {
         let server_flags = intf::SERVER_KNOWN | if mac.is_some() { intf::SERVER_RESOLVED } else { 0 };
         let owner_entry = mac.map_or(0, MacAddress::to_word) | u64::from(server_flags) << SERVER_FLAGS_SHIFT;
@@ -252,7 +252,7 @@ impl LoadBalancer {
     }
 
     /// Sets the clock that packets read, in tenths of a second, from CLOCK_MONOTONIC. It must be called every 100 ms.
-    pub fn tick(&mut self, monotonic_time: Duration) {
+    pub fn tick_packet_clock(&mut self, monotonic_time: Duration) {
         let owner_bits = self.maps.state.load(CLOCK_WORD_OFFSET) & !u64::from(u32::MAX);
         self.maps
             .state
@@ -260,8 +260,8 @@ impl LoadBalancer {
     }
 
     /// Returns the current time of the clock that packets read.
-    pub fn packet_clock(&self) -> ClockTicks {
-        packet_clock(&self.maps)
+    pub fn packet_clock_ticks(&self) -> ClockTicks {
+        packet_clock_ticks(&self.maps)
     }
 
     /// Returns a service's connection table entries. Packets may change the table while it is read.
@@ -270,7 +270,7 @@ impl LoadBalancer {
     }
 
     /// Updates the maximum number of connection table entries per source prefix. It must be called as often as
-    /// [`tick`](Self::tick).
+    /// [`tick_packet_clock`](Self::tick_packet_clock).
     pub fn update_source_prefix_limit(&mut self) {
         let source_entry_limit = max_entries_per_source_prefix(
             self.maps.connections.size(),
@@ -288,7 +288,7 @@ impl LoadBalancer {
     /// Counts all entries in use, so that [`used_entry_count`](Self::used_entry_count) and the counters of source
     /// prefixes are exact again. They drift, because two CPUs that share a counter row may lose increments.
     pub fn recount_connections(&mut self) {
-        self.connection_table_occupancy = TableOccupancy::count_used_entries(&self.maps);
+        self.connection_table_occupancy = ConnectionTableOccupancy::count_used_entries(&self.maps);
     }
 
     /// Counts the connection table entries in use, by reading the whole table.
@@ -304,13 +304,13 @@ impl LoadBalancer {
         &mut self,
         timers: &ConnectionTimeouts,
         entries_to_scan: u32,
-    ) -> Vec<(Connection, ExpiryReason)> {
+    ) -> Vec<(Connection, ConnectionExpiryReason)> {
         let entry_count = self.maps.connections.size().entry_count();
-        let (table, now) = (&self.maps.connections, self.packet_clock());
+        let (table, now) = (&self.maps.connections, self.packet_clock_ticks());
         store_timers(&self.maps, timers, now);
         let mut expired_connections = Vec::new();
         for position in (0..entries_to_scan.min(entry_count)).map(|n| (self.sweep_start_index + n) % entry_count) {
-            let Some(connection) = table.connection(table.size().index_at(position)) else { continue };
+            let Some(connection) = table.connection_at(table.size().index_at_position(position)) else { continue };
             let service_index = ServiceIndex(connection.identity.service_slot);
             let is_server_known = is_server_known(&self.maps, service_index, connection.identity.server);
             expired_connections
@@ -326,13 +326,13 @@ impl LoadBalancer {
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
         let table = &self.maps.connections;
         let is_unchanged = |connection: &&Connection| {
-            let present_entry = table.connection(connection.index);
+            let present_entry = table.connection_at(connection.index);
             present_entry.is_some_and(|present_connection| present_connection.has_no_packet_since(connection))
         };
         let released_connections: Vec<&Connection> = connections
             .iter()
             .filter(is_unchanged)
-            .filter(|connection| table.release(connection.index, connection.identity))
+            .filter(|connection| table.release_entry(connection.index, connection.identity))
             .collect();
         if !released_connections.is_empty() {
             // A program that found the connection may still be updating its entry.
@@ -342,7 +342,7 @@ impl LoadBalancer {
         for connection in &released_connections {
             self.maps.connections.push_slot(connection.index);
             let source_prefix_counter =
-                source_prefix_counter(&self.maps, source_prefix_counter_index(&hash_key, connection.client.ip()));
+                shard_entry_counter(&self.maps, source_prefix_counter_index(&hash_key, connection.client.ip()));
             let _ = source_prefix_counter
                 .fetch_update(Ordering::AcqRel, Ordering::Acquire, |entry_count| entry_count.checked_sub(1));
         }

@@ -31,13 +31,13 @@ impl PacketCounters {
     }
 
     /// Returns the number of SYNs sent to servers by the placement rule or a connection table entry. SYNs of clients
-    /// without timestamps and of `beamer` services are counted only by [`PacketCounters::established_packets`].
-    pub fn syn_packets(&self) -> u64 {
+    /// without timestamps and of `beamer` services are counted only by [`PacketCounters::established_packet_count`].
+    pub fn syn_packet_count(&self) -> u64 {
         self.sum_of_outcomes(&["new_connection"])
     }
 
     /// Returns the number of packets sent to servers as part of established connections.
-    pub fn established_packets(&self) -> u64 {
+    pub fn established_packet_count(&self) -> u64 {
         self.sum_of_outcomes(&[
             "established",
             "connection_table",
@@ -83,7 +83,7 @@ impl LoadBalancer {
     }
 
     /// Returns the counters of packets that belong to no known service.
-    pub fn counters_without_service(&self) -> PacketCounters {
+    pub fn no_service_packet_counters(&self) -> PacketCounters {
         self.sum_over_rows(&[intf::LB_COUNTERS_NO_SERVICE as usize])
     }
 

@@ -53,7 +53,7 @@ impl LoadBalancer {
         }
         let attached_mode = self.attach_new_link(interface, interface_index, mode)?;
         if let (Some(pins), Some(link)) = (&self.lb_directory, &self.xdp_link) {
-            link::unpin(&pins.join("link"))?;
+            link::unpin_object(&pins.join("link"))?;
             link.pin(&pins.join("link"))?;
         }
         Ok(attached_mode)
@@ -128,8 +128,9 @@ impl LoadBalancer {
     /// Returns an error message about a foreign XDP program on the interface, with the program's origin and the remedy.
     fn foreign_program_error(&self, interface: &str, interface_index: u32) -> String {
         let own_pin_directory = self.lb_directory.as_deref().and_then(Path::parent);
-        let other_pin_directories =
-            own_pin_directory.map(|directory| pins::other_pin_directories(directory, "lb/link")).unwrap_or_default();
+        let other_pin_directories = own_pin_directory
+            .map(|directory| pins::find_other_pin_directories(directory, "lb/link"))
+            .unwrap_or_default();
         // Program ids are compared because the same interface index may exist in another network namespace.
         let xdp_state = device::query_xdp_state(interface_index).unwrap_or_default();
         let is_attached_here = |directory: &&PathBuf| {
@@ -154,10 +155,11 @@ impl LoadBalancer {
     /// program ignores frames to other MAC addresses than its copy. Fails when the interface was removed.
     pub fn refresh_interface_addresses(&mut self) -> anyhow::Result<()> {
         let interface = self.attached_interface.as_deref().context("not attached")?;
-        let interface_mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
-            Ok(_) => format!("interface {interface:?} has no MAC address"),
-            Err(_) => missing_interface_error(interface),
-        })?;
+        let interface_mac =
+            interface_mac(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
+                Ok(_) => format!("interface {interface:?} has no MAC address"),
+                Err(_) => missing_interface_error(interface),
+            })?;
         let interface_mtu =
             device::interface_mtu_bytes(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
         let vip_vlan = self.variant.vlan_settings.vip_vlan;
@@ -187,7 +189,7 @@ fn missing_interface_error(interface: &str) -> String {
 }
 
 /// Returns the MAC address of an interface. /sys is not used because it may show another network namespace.
-pub(crate) fn mac_of(interface: &str) -> anyhow::Result<Option<MacAddress>> {
+pub(crate) fn interface_mac(interface: &str) -> anyhow::Result<Option<MacAddress>> {
     let interface_addresses = nix::ifaddrs::getifaddrs().context("reading the interfaces' addresses")?;
     let mac = interface_addresses.filter(|entry| entry.interface_name == interface).find_map(|entry| {
         let link_address = entry.address?;

@@ -7,20 +7,20 @@ use std::mem::offset_of;
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::TimestampOrigin;
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb_stamping::{MIN_AGREEING_SYN_ACKS, STAMPABLE_SERVER_ID_COUNT, can_carry_server_id};
 use coreward_model::{ServerId, key_activation};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
-use super::program::Maps;
+use super::program::LoadBalancerMaps;
 use super::{LbStampingClock, LoadBalancer, ServiceIndex, service_state_offset};
 use crate::clock::monotonic_ms;
 use crate::mac::MacAddress;
 
 /// Measurements of the clock in a server's TCP timestamps, taken from the server's replies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ServerClock {
+pub struct ServerClockMeasurements {
     /// Number of the most recent consecutive connections whose SYN-ACKs agreed on one clock, at most
     /// [`MIN_AGREEING_SYN_ACKS`].
     pub agreeing_connection_count: u16,
@@ -40,7 +40,7 @@ pub struct ServerClock {
 
 /// State of a server's timestamp clock, which decides whether the load balancer stamps the server's new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ClockState {
+pub enum ServerClockState {
     /// All connections of the server share one clock. The connections are stamped.
     SharedClock,
     /// Each connection of the server has its own clock, which grows by 1 per ms. The connections are stamped.
@@ -55,68 +55,72 @@ pub enum ClockState {
     Unusable,
 }
 
-impl ClockState {
+impl ServerClockState {
     /// Returns the state's name in the controller's output.
     pub fn name(self) -> &'static str {
         match self {
-            ClockState::SharedClock => "known",
-            ClockState::PerConnectionClock => "per-connection",
-            ClockState::Learning => "learning",
-            ClockState::NoReplies => "unseen",
-            ClockState::NoTimestamps => "no-timestamps",
-            ClockState::Unusable => "differs",
+            ServerClockState::SharedClock => "known",
+            ServerClockState::PerConnectionClock => "per-connection",
+            ServerClockState::Learning => "learning",
+            ServerClockState::NoReplies => "unseen",
+            ServerClockState::NoTimestamps => "no-timestamps",
+            ServerClockState::Unusable => "differs",
         }
     }
 }
 
-/// Number of disagreeing SYN-ACKs after which a clock of unmeasured rate counts as [`ClockState::Unusable`].
+/// Number of disagreeing SYN-ACKs after which a clock of unmeasured rate counts as [`ServerClockState::Unusable`].
 const MAX_UNMEASURED_DISAGREEMENTS: u64 = 100;
 
-impl ServerClock {
+impl ServerClockMeasurements {
     /// Returns the clock's state according to the measurements.
-    pub fn state(&self) -> ClockState {
+    pub fn state(&self) -> ServerClockState {
         if self.agreeing_connection_count >= MIN_AGREEING_SYN_ACKS {
-            ClockState::SharedClock
+            ServerClockState::SharedClock
         } else if self.steady_sample_count >= MIN_AGREEING_SYN_ACKS {
-            ClockState::PerConnectionClock
+            ServerClockState::PerConnectionClock
         } else if self.syn_ack_count == 0 {
-            ClockState::NoReplies
+            ServerClockState::NoReplies
         } else if self.is_newest_sample_unsteady
             || (self.steady_sample_count == 0 && self.disagreeing_reply_count >= MAX_UNMEASURED_DISAGREEMENTS)
         {
-            ClockState::Unusable
+            ServerClockState::Unusable
         } else if self.timestamped_syn_ack_count == 0 && self.syn_ack_count >= u64::from(MIN_AGREEING_SYN_ACKS) {
-            ClockState::NoTimestamps
+            ServerClockState::NoTimestamps
         } else {
-            ClockState::Learning
+            ServerClockState::Learning
         }
     }
 
     /// Returns the reason why the server's new connections are not stamped, and the remedy. Returns `None` if they are
     /// stamped, or the clock is still being learned.
     pub fn stamping_problem(&self) -> Option<String> {
-        const FALLBACK_NOTE: &str = "its connections use the flow table";
+        const FLOW_TABLE_FALLBACK_NOTE: &str = "its connections use the flow table";
         match self.state() {
-            ClockState::SharedClock | ClockState::PerConnectionClock | ClockState::Learning => None,
-            ClockState::NoReplies => (self.opened_connection_count >= u64::from(MIN_AGREEING_SYN_ACKS)).then(|| {
-                format!(
-                    "{} new connections went to it, but none of its replies passes here: expected its route to the \
+            ServerClockState::SharedClock | ServerClockState::PerConnectionClock | ServerClockState::Learning => None,
+            ServerClockState::NoReplies => {
+                (self.opened_connection_count >= u64::from(MIN_AGREEING_SYN_ACKS)).then(|| {
+                    format!(
+                        "{} new connections went to it, but none of its replies passes here: expected its route to the \
                      clients to lead through this load balancer",
-                    self.opened_connection_count
-                )
-            }),
-            ClockState::NoTimestamps => Some(format!(
-                "none of its {} SYN-ACKs has TCP timestamps, so {FALLBACK_NOTE}: expected net.ipv4.tcp_timestamps = 1 \
+                        self.opened_connection_count
+                    )
+                })
+            }
+            ServerClockState::NoTimestamps => Some(format!(
+                "none of its {} SYN-ACKs has TCP timestamps, so {FLOW_TABLE_FALLBACK_NOTE}: expected \
+                net.ipv4.tcp_timestamps = 1 \
                  or 2 there",
                 self.syn_ack_count
             )),
-            ClockState::Unusable if self.is_newest_sample_unsteady => Some(format!(
-                "the TSval of its answers does not grow by 1 per ms, so {FALLBACK_NOTE}: expected a clock of 1 ms \
+            ServerClockState::Unusable if self.is_newest_sample_unsteady => Some(format!(
+                "the TSval of its answers does not grow by 1 per ms, so {FLOW_TABLE_FALLBACK_NOTE}: expected a clock \
+                of 1 ms \
                  (Linux has it, without `features tcp_usec_ts` in its routes)"
             )),
-            ClockState::Unusable => Some(format!(
+            ServerClockState::Unusable => Some(format!(
                 "{} of its {} SYN-ACKs have another clock than the one before, and no connection sent answers {} ms \
-                 apart, which would show the clock, so {FALLBACK_NOTE}: expected longer connections, or \
+                 apart, which would show the clock, so {FLOW_TABLE_FALLBACK_NOTE}: expected longer connections, or \
                  net.ipv4.tcp_timestamps = 2 there",
                 self.disagreeing_reply_count,
                 self.timestamped_syn_ack_count,
@@ -150,30 +154,33 @@ impl LoadBalancer {
     }
 
     /// Returns the time from which the current key of `new_keys` applies, in ms of this machine's clock, modulo 2^32.
-    pub(super) fn key_switch_ms(&self, new_keys: &FleetCookieKeys) -> u32 {
+    pub(super) fn key_switch_time_ms(&self, new_keys: &FleetCookieKeys) -> u32 {
         let now_ms = match self.variant.lb_stamping_clock {
             LbStampingClock::Kernel => monotonic_ms(),
-            LbStampingClock::DaemonTicks => self.packet_clock().0.wrapping_mul(100),
+            LbStampingClock::DaemonTicks => self.packet_clock_ticks().0.wrapping_mul(100),
         };
         let stored_keys = self.maps.state.read::<intf::fleet_keys>(offset_of!(intf::lb_state, keys));
-        let stored_key = |index: usize| CookieKey { k0: stored_keys.key[index].k0, k1: stored_keys.key[index].k1 };
-        let current_index = if stored_keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let read_stored_key = |index: usize| CookieKey { k0: stored_keys.key[index].k0, k1: stored_keys.key[index].k1 };
+        let current_index = if stored_keys.current == 0 { CookieKeyIndex::First } else { CookieKeyIndex::Second };
         let previous_keys = (
-            FleetCookieKeys { keys: [stored_key(0), stored_key(1)], current_key_index: current_index },
+            FleetCookieKeys { keys: [read_stored_key(0), read_stored_key(1)], current_key_index: current_index },
             stored_keys.switch_ms,
         );
-        key_activation::activation_time_ms(&previous_keys, new_keys, now_ms)
+        key_activation::key_activation_time_ms(&previous_keys, new_keys, now_ms)
     }
 
     /// Returns the timestamp clocks of a service's servers, sorted by server id. If two ids share a MAC address because
     /// the operator changed the id, returns only the id that takes new connections. Fails when the map cannot be read.
-    pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
+    pub fn server_clock_measurements(
+        &self,
+        service: ServiceIndex,
+    ) -> anyhow::Result<Vec<(ServerId, ServerClockMeasurements)>> {
         let service_clocks = read_lb_stamped_servers(&self.maps)?
             .into_iter()
             .filter(|((entry_service, _), _)| *entry_service == service);
-        let server_clock = |(_, stored_clock): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
+        let parse_server_clock = |(_, stored_clock): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
             let id = ServerId::try_from(u64::from(stored_clock.server_id))?;
-            let clock = ServerClock {
+            let clock = ServerClockMeasurements {
                 agreeing_connection_count: stored_clock.agreeing,
                 steady_sample_count: stored_clock.steady,
                 is_newest_sample_unsteady: stored_clock.unsteady != 0,
@@ -184,7 +191,7 @@ impl LoadBalancer {
             };
             Ok((id, clock))
         };
-        let mut clocks = service_clocks.map(server_clock).collect::<anyhow::Result<Vec<_>>>()?;
+        let mut clocks = service_clocks.map(parse_server_clock).collect::<anyhow::Result<Vec<_>>>()?;
         clocks.sort_by_key(|(id, _)| *id);
         Ok(clocks)
     }
@@ -289,7 +296,9 @@ impl LoadBalancer {
 }
 
 /// Returns the source MAC address of each server's replies, from maps that were taken over.
-pub(super) fn lb_stamped_macs(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
+pub(super) fn read_lb_stamped_macs(
+    maps: &LoadBalancerMaps,
+) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
     let stored_clocks = read_lb_stamped_servers(maps)?.into_iter();
     stored_clocks
         .map(|((service, mac), stored_clock)| Ok(((service, u64::from(stored_clock.server_id).try_into()?), mac)))
@@ -298,16 +307,16 @@ pub(super) fn lb_stamped_macs(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIn
 
 type StampedServerClock = ((ServiceIndex, MacAddress), intf::lb_stamped_server);
 
-fn read_lb_stamped_servers(maps: &Maps) -> anyhow::Result<Vec<StampedServerClock>> {
+fn read_lb_stamped_servers(maps: &LoadBalancerMaps) -> anyhow::Result<Vec<StampedServerClock>> {
     let clock_map = maps.lb_stamped_server_map();
-    let read_entry = |key: Vec<u8>| -> anyhow::Result<Option<StampedServerClock>> {
+    let read_stamped_server = |key: Vec<u8>| -> anyhow::Result<Option<StampedServerClock>> {
         let key_word = u64::from_ne_bytes(key.as_slice().try_into().context("a server's key")?);
         let service_index = ServiceIndex((key_word >> intf::LB_STAMPED_SERVICE_SHIFT) as u16);
         let mac = MacAddress::from_word(key_word);
         Ok(read_lb_stamped_server(clock_map, service_index, mac)?
             .map(|stored_clock| ((service_index, mac), stored_clock)))
     };
-    clock_map.keys().map(read_entry).filter_map(Result::transpose).collect()
+    clock_map.keys().map(read_stamped_server).filter_map(Result::transpose).collect()
 }
 
 fn read_lb_stamped_server(

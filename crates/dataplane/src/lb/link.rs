@@ -12,7 +12,7 @@ use libbpf_rs::query::{LinkInfo, LinkTypeInfo};
 
 use super::AttachedXdpMode;
 
-fn c_path(path: &Path) -> io::Result<CString> {
+fn to_c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
@@ -25,19 +25,19 @@ fn fd_from_result(result: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-fn check_result(result: i32) -> io::Result<()> {
+fn check_libbpf_result(result: i32) -> io::Result<()> {
     if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
 }
 
 pub(crate) fn pin_object(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
-    let c_path = c_path(path)?;
+    let c_path = to_c_path(path)?;
     // SAFETY: the string lives through the call.
-    check_result(unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) })
+    check_libbpf_result(unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) })
         .with_context(|| format!("pinning {}", path.display()))
 }
 
 /// Removes a pinned object, if `path` exists.
-pub(crate) fn unpin(path: &Path) -> anyhow::Result<()> {
+pub(crate) fn unpin_object(path: &Path) -> anyhow::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).with_context(|| path.display().to_string()),
         _ => Ok(()),
@@ -88,7 +88,7 @@ impl XdpLink {
         if !path.exists() {
             return Ok(None);
         }
-        let c_path = c_path(path)?;
+        let c_path = to_c_path(path)?;
         // SAFETY: the string lives through the call.
         let link_fd_or_error = unsafe { libbpf_sys::bpf_obj_get(c_path.as_ptr()) };
         Ok(Some(Self(fd_from_result(link_fd_or_error).with_context(|| path.display().to_string())?)))
@@ -109,7 +109,9 @@ impl XdpLink {
     /// Replaces the attached program atomically, without losing packets.
     pub fn replace_program(&self, program: BorrowedFd<'_>) -> io::Result<()> {
         // SAFETY: no options are passed.
-        check_result(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })
+        check_libbpf_result(unsafe {
+            libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null())
+        })
     }
 
     pub fn pin(&self, path: &Path) -> anyhow::Result<()> {

@@ -11,19 +11,19 @@ use coreward_model::ServiceAddress;
 use coreward_model::cookie::CookieKey;
 
 use super::link::XdpLink;
-use super::program::{self, MapSizes, Maps};
-use super::services::{Service, read_services, required_features};
+use super::program::{self, LoadBalancerMaps, MapSizes};
+use super::services::{ForwardedService, read_services, required_features};
 use super::variant::ProgramVariant;
-use super::{Options, connections, placement, vlans};
+use super::{LoadBalancerOptions, connections, placement, vlans};
 
 /// Attached program of an earlier process.
-struct PinnedProgram {
+struct PinnedLbProgram {
     link: XdpLink,
     /// Maps of the program, or `None` if they have another version's layout.
-    maps: Option<Maps>,
+    maps: Option<LoadBalancerMaps>,
 }
 
-impl PinnedProgram {
+impl PinnedLbProgram {
     /// Returns the program whose link and maps are pinned in `lb_directory`. If no link is pinned, removes pinned
     /// maps.
     fn find(lb_directory: &Path) -> anyhow::Result<Option<Self>> {
@@ -31,14 +31,14 @@ impl PinnedProgram {
             remove_unused_maps(lb_directory)?;
             return Ok(None);
         };
-        let maps = match Maps::take_over(lb_directory) {
+        let maps = match LoadBalancerMaps::take_over(lb_directory) {
             Ok(maps) => Some(maps),
             Err(problem) => {
                 tracing::warn!(
                     event = "upgrade-pending",
                     pin_directory = %lb_directory.display(),
                     reason = format!("{problem:#}"),
-                    "a pinned program of another version forwards packets until the controller sends configuration and tables"
+                    "a pinned program of another version forwards until the controller sends configuration and tables"
                 );
                 None
             }
@@ -62,37 +62,41 @@ fn remove_unused_maps(lb_directory: &Path) -> anyhow::Result<()> {
 }
 
 /// Loaded program with its maps, services and links.
-pub(super) struct LoadedProgram {
-    pub maps: Maps,
+pub(super) struct LoadedLbProgram {
+    pub maps: LoadBalancerMaps,
     pub variant: ProgramVariant,
     pub program: OwnedFd,
-    pub services: BTreeMap<ServiceAddress, Service>,
+    pub services: BTreeMap<ServiceAddress, ForwardedService>,
     /// Link of the program whose maps were taken over.
     pub xdp_link: Option<XdpLink>,
     /// Link of another version's program, which forwards until the upgrade.
     pub pending_upgrade: Option<XdpLink>,
 }
 
-impl LoadedProgram {
+impl LoadedLbProgram {
     /// Loads the program with the maps pinned in `lb_directory`, or with new maps if no maps of this version are
     /// pinned.
-    pub fn load(options: &Options, map_sizes: MapSizes, lb_directory: Option<&Path>) -> anyhow::Result<Self> {
+    pub fn load(
+        options: &LoadBalancerOptions,
+        map_sizes: MapSizes,
+        lb_directory: Option<&Path>,
+    ) -> anyhow::Result<Self> {
         let variant = ProgramVariant::new(options);
         let hash_key = options.connection_hash_key;
         let Some(pins) = lb_directory else { return Self::create(variant, map_sizes, hash_key) };
-        match PinnedProgram::find(pins)? {
+        match PinnedLbProgram::find(pins)? {
             None => {
                 let created_program = Self::create(variant, map_sizes, hash_key)?;
                 created_program.maps.pin(pins)?;
                 Ok(created_program)
             }
-            Some(PinnedProgram { link, maps: None }) => {
+            Some(PinnedLbProgram { link, maps: None }) => {
                 let counters_by_cpu = program::pinned_program_counts_by_cpu(pins)?;
                 let created_program =
                     Self::create(ProgramVariant { counts_by_cpu: counters_by_cpu, ..variant }, map_sizes, hash_key)?;
                 Ok(Self { pending_upgrade: Some(link), ..created_program })
             }
-            Some(PinnedProgram { link, maps: Some(mut maps) }) => {
+            Some(PinnedLbProgram { link, maps: Some(mut maps) }) => {
                 maps.resize_connection_table(pins, map_sizes)?;
                 Ok(Self { xdp_link: Some(link), ..Self::load_with_maps(maps, variant)? })
             }
@@ -101,16 +105,16 @@ impl LoadedProgram {
 
     /// Loads the program with empty maps.
     fn create(variant: ProgramVariant, map_sizes: MapSizes, hash_key: Option<CookieKey>) -> anyhow::Result<Self> {
-        let (maps, program) = Maps::create(&variant, map_sizes)?;
+        let (maps, program) = LoadBalancerMaps::create(&variant, map_sizes)?;
         connections::initialise_connection_table(&maps, hash_key);
         Ok(Self { maps, variant, program, services: BTreeMap::new(), xdp_link: None, pending_upgrade: None })
     }
 
     /// Loads the program with the maps of an earlier process, and thus its services, tables and connections.
-    fn load_with_maps(mut maps: Maps, mut variant: ProgramVariant) -> anyhow::Result<Self> {
+    fn load_with_maps(mut maps: LoadBalancerMaps, mut variant: ProgramVariant) -> anyhow::Result<Self> {
         connections::recover_lost_entries(&maps.connections)?;
         let mut services = read_services(&maps);
-        placement::adopt_tables(&mut maps, &mut services);
+        placement::adopt_placement_tables(&mut maps, &mut services);
         variant.required_features = required_features(&services);
         variant.vlan_settings.has_server_vlan = vlans::has_server_in_vlan(&maps);
         variant.counts_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;

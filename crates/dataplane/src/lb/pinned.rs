@@ -6,8 +6,8 @@ use coreward_intf as intf;
 use coreward_model::{ServerId, ServiceAddress};
 
 use super::link::XdpLink;
-use super::program::Maps;
-use super::servers::{resolved_mac, server_entry};
+use super::program::LoadBalancerMaps;
+use super::servers::{resolved_mac_of_entry, server_entry};
 use super::services::read_services;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
@@ -18,7 +18,7 @@ pub fn take_over_problem(pin_directory: &Path) -> Option<String> {
     if !lb_directory.join("link").exists() {
         return None;
     }
-    Maps::take_over(&lb_directory).err().map(|error| format!("{error:#}"))
+    LoadBalancerMaps::take_over(&lb_directory).err().map(|error| format!("{error:#}"))
 }
 
 /// Returns the id of the attached program of the load balancer that is pinned below `pin_directory`. Returns `None` if
@@ -30,13 +30,13 @@ pub fn pinned_program_id(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
 /// Read access to a running load balancer's servers without its daemon.
 #[derive(Debug)]
 pub struct PinnedServers {
-    maps: Maps,
+    maps: LoadBalancerMaps,
 }
 
 impl PinnedServers {
     /// Opens the maps pinned in `pin_directory`. Fails when it has no pinned load balancer, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        Ok(Self { maps: Maps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)? })
+        Ok(Self { maps: LoadBalancerMaps::take_over(&super::pin_directory::find_lb_directory(pin_directory)?)? })
     }
 
     /// Returns the index of the service with this address, or `None` if there is no such service.
@@ -48,7 +48,8 @@ impl PinnedServers {
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let entry_word = server_entry(&self.maps, service, id);
         let server_flags = (entry_word >> SERVER_FLAGS_SHIFT) as u32;
-        let server = Server { mac: resolved_mac(entry_word), is_eligible: server_flags & intf::SERVER_ELIGIBLE != 0 };
+        let server =
+            Server { mac: resolved_mac_of_entry(entry_word), is_eligible: server_flags & intf::SERVER_ELIGIBLE != 0 };
         (server_flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 }

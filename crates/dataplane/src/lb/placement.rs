@@ -8,23 +8,23 @@ use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 use coreward_model::placement::PlacementTable;
 
-use super::program::Maps;
-use super::services::{Service, required_features};
-use super::tables::{AddressFamily, PlacementMemoryFull, StoredTable, ToeplitzSource};
-use super::variant::{ProgramVariant, RequiredFeatures};
+use super::program::LoadBalancerMaps;
+use super::services::{ForwardedService, required_features};
+use super::tables::{AddressFamily, PlacementMemoryFull, StoredPlacementTable, ToeplitzTableSource};
+use super::variant::{ProgramVariant, RequiredProgramFeatures};
 use super::{LoadBalancer, ServiceIndex, service_state_offset, tables};
 
 impl LoadBalancer {
     /// Installs a service's table by one atomic switch, so that each new connection is placed by either the old or the
     /// new table. Does not wait for programs that still read the old table. Fails when the data plane cannot hold the
-    /// table ([`TableError`]), memory for tables is exhausted, or the kernel rejects the program for the table's rule.
-    /// The old table then stays active. Panics when `service` is none of [`services`](Self::services).
+    /// table ([`PlacementTableError`]), memory for tables is exhausted, or the kernel rejects the program for the
+    /// table's rule. The old table then stays active. Panics when `service` is none of [`services`](Self::services).
     ///
-    /// [`TableError`]: super::TableError
+    /// [`PlacementTableError`]: super::PlacementTableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         self.store_and_activate_table(
             service,
-            ToeplitzSource::RssKeys(self.service_address(service).vip_and_port),
+            ToeplitzTableSource::RssKeys(self.service_address(service).vip_and_port),
             table,
         )?;
         self.set_down_servers(service, &table.down_servers);
@@ -34,7 +34,7 @@ impl LoadBalancer {
     /// Returns the number of connections assigned to each of the first `slot_count` core slots of a service's table.
     /// Returns an empty list if the service has no table.
     pub fn assigned_connection_counts(&self, service: ServiceIndex, slot_count: u16) -> Vec<u32> {
-        let table_offset = self.maps.state.load(table_offset_position(service)) as u32;
+        let table_offset = self.maps.state.load(table_offset_word_position(service)) as u32;
         if table_offset == 0 {
             Vec::new()
         } else {
@@ -51,7 +51,7 @@ impl LoadBalancer {
         service: ServiceIndex,
         choose_candidates: impl FnOnce(&PlacementTable) -> PlacementTable,
     ) -> anyhow::Result<()> {
-        let table_offset = self.maps.state.load(table_offset_position(service)) as u32;
+        let table_offset = self.maps.state.load(table_offset_word_position(service)) as u32;
         let Some(table) = self.maps.tables.read_table(table_offset) else { return Ok(()) };
         let chosen_table = choose_candidates(&table);
         if chosen_table.candidates.is_empty() {
@@ -62,32 +62,32 @@ impl LoadBalancer {
             (table.consistent_servers, table.previous_consistent_servers);
         let merged_table =
             PlacementTable { generation, members, consistent_servers, previous_consistent_servers, ..chosen_table };
-        self.store_and_activate_table(service, ToeplitzSource::PresentTable, &merged_table)
+        self.store_and_activate_table(service, ToeplitzTableSource::PresentTable, &merged_table)
     }
 
     /// Returns whether `table` has another placement rule than the service's installed table. If so,
     /// [`install_table`](Self::install_table) may have to load a program.
     pub fn differs_in_placement_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
-        self.service(service).rule_bit() != table_rule_bit(table)
+        self.service(service).placement_rule_bit() != table_rule_bit(table)
     }
 
     fn store_and_activate_table(
         &mut self,
         service: ServiceIndex,
-        toeplitz_source: ToeplitzSource,
+        toeplitz_source: ToeplitzTableSource,
         table: &PlacementTable,
     ) -> anyhow::Result<()> {
         tables::validate_table(table)?;
         let rule_bit = table_rule_bit(table);
         let required_features_with_rule =
-            RequiredFeatures { placement_rule_bits: rule_bit.unwrap_or(0), ..self.variant.required_features };
+            RequiredProgramFeatures { placement_rule_bits: rule_bit.unwrap_or(0), ..self.variant.required_features };
         self.load_variant(ProgramVariant {
             required_features: self.variant.required_features.union(required_features_with_rule),
             ..self.variant
         })?;
         let stored_table = self.write_table(service, toeplitz_source, table)?;
-        self.maps.state.store(table_offset_position(service), stored_table.memory_offset().into());
-        let previous_rule_bit = self.service(service).rule_bit();
+        self.maps.state.store(table_offset_word_position(service), stored_table.memory_offset().into());
+        let previous_rule_bit = self.service(service).placement_rule_bit();
         if let Some(previous_table) = self.service_mut(service).placement_table.replace(stored_table) {
             self.maps.tables.retire_table(previous_table, &self.grace_periods);
         }
@@ -103,15 +103,15 @@ impl LoadBalancer {
     fn write_table(
         &mut self,
         service: ServiceIndex,
-        toeplitz_source: ToeplitzSource,
+        toeplitz_source: ToeplitzTableSource,
         table: &PlacementTable,
-    ) -> anyhow::Result<StoredTable> {
+    ) -> anyhow::Result<StoredPlacementTable> {
         loop {
             let previous_table =
                 self.services.get(self.service_address(service)).and_then(|service| service.placement_table.as_ref());
             match self.maps.tables.write_table(previous_table, toeplitz_source, table, &self.grace_periods) {
                 Ok(stored_table) => return Ok(stored_table),
-                Err(PlacementMemoryFull) => match self.maps.tables.last_retirement_ticket() {
+                Err(PlacementMemoryFull) => match self.maps.tables.last_retirement_grace_ticket() {
                     Some(ticket) if !self.grace_periods.has_passed(ticket) => self.grace_periods.wait(ticket)?,
                     _ => self.double_placement_memory()?,
                 },
@@ -150,9 +150,9 @@ impl LoadBalancer {
     }
 
     /// Returns the generation of a service's table, or `None` if the service has no table with members.
-    pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
-        let table_offset = self.maps.state.load(table_offset_position(service)) as u32;
-        tables::rule_bit(self.maps.tables.mapped_memory(), table_offset)
+    pub fn placement_table_generation(&self, service: ServiceIndex) -> Option<u64> {
+        let table_offset = self.maps.state.load(table_offset_word_position(service)) as u32;
+        tables::read_placement_rule_bit(self.maps.tables.mapped_memory(), table_offset)
             .map(|_| self.maps.tables.table_generation(table_offset))
     }
 }
@@ -164,16 +164,20 @@ fn table_rule_bit(table: &PlacementTable) -> Option<u32> {
 }
 
 /// Returns the offset in `struct lb_state` of the word that holds the offset of a service's table.
-fn table_offset_position(service: ServiceIndex) -> usize {
+fn table_offset_word_position(service: ServiceIndex) -> usize {
     service_state_offset(service) + offset_of!(intf::service_state, table_at)
 }
 
 /// Assigns the tables in the placement memory to their services. It must be called exactly once, after a take-over.
-pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
-    let table_offset_of = |service: &Service| maps.state.load(table_offset_position(service.index)) as u32;
-    let mut services_with_tables: Vec<((u32, AddressFamily), &mut Service)> = services
+pub(super) fn adopt_placement_tables(
+    maps: &mut LoadBalancerMaps,
+    services: &mut BTreeMap<ServiceAddress, ForwardedService>,
+) {
+    let table_offset_of =
+        |service: &ForwardedService| maps.state.load(table_offset_word_position(service.index)) as u32;
+    let mut services_with_tables: Vec<((u32, AddressFamily), &mut ForwardedService)> = services
         .iter_mut()
-        .map(|(address, service)| ((table_offset_of(service), AddressFamily::of(&address.vip_and_port)), service))
+        .map(|(address, service)| ((table_offset_of(service), AddressFamily::from_vip(&address.vip_and_port)), service))
         .filter(|((table_offset, _), _)| *table_offset != 0)
         .collect();
     let tables_in_use: Vec<(u32, AddressFamily)> =

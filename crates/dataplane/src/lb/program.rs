@@ -8,7 +8,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::connection_table::TableSize;
+use coreward_model::connection_table::ConnectionTableSize;
 use coreward_model::tuple::Protocol;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -17,7 +17,7 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_s
 use super::connection_memory::{self, SharedConnectionTable};
 use super::tables::PlacementMemory;
 use super::variant::ProgramVariant;
-use super::{LbStampingClock, MAX_FLOW_TABLE_ENTRIES, PacketRate, ServiceIndex};
+use super::{LbStampingClock, MAX_FLOW_TABLE_ENTRIES, PacketRateLimit, ServiceIndex};
 use crate::lru;
 use crate::mmap_array::MmapArray;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
@@ -32,7 +32,7 @@ const DEFAULT_FORWARDING_BITS: u32 = 1 << intf::FORWARDING_L2;
 pub(super) struct MapSizes {
     /// Number of sets in the flow table, each of which has several entries.
     pub flow_table_set_count: u32,
-    pub connection_table_size: TableSize,
+    pub connection_table_size: ConnectionTableSize,
     /// Size of the memory for placement tables in bytes, a power of two.
     pub placement_memory_bytes: u32,
     /// Number of counter rows, a power of two. Each CPU has its own row, unless there are too many CPUs.
@@ -42,7 +42,7 @@ pub(super) struct MapSizes {
 impl MapSizes {
     /// Returns the sizes for new maps, with the smallest placement memory and a counter row per CPU. Fails when the
     /// flow table's size is out of range.
-    pub fn new(flow_table_entries: u32, connection_table_size: TableSize) -> anyhow::Result<Self> {
+    pub fn new(flow_table_entries: u32, connection_table_size: ConnectionTableSize) -> anyhow::Result<Self> {
         ensure!(
             (1..=MAX_FLOW_TABLE_ENTRIES).contains(&flow_table_entries),
             "a flow table of {flow_table_entries} entries: expected 1 to {MAX_FLOW_TABLE_ENTRIES}"
@@ -84,8 +84,8 @@ pub(super) type ServiceMemberFlags = [u64; intf::MAX_SERVICES as usize * intf::M
 
 /// BPF maps of the program, and memory mappings of the maps that user space reads and writes directly.
 #[derive(Debug)]
-pub(super) struct Maps {
-    map_handles: [MapHandle; MAP_NAMES.len()],
+pub(super) struct LoadBalancerMaps {
+    map_handles: [MapHandle; LB_MAP_NAMES.len()],
     pub state: MmapArray<intf::lb_state>,
     pub server_entries: MmapArray<ServerEntries>,
     pub service_member_flags: MmapArray<ServiceMemberFlags>,
@@ -102,7 +102,7 @@ pub(super) struct Maps {
     pub server_tunnels: MmapArray<intf::server_tunnels>,
 }
 
-const MAP_NAMES: [&str; 17] = [
+const LB_MAP_NAMES: [&str; 17] = [
     "state",
     "servers",
     COUNTERS_MAP,
@@ -132,7 +132,7 @@ const TUNNELS_MAP: &str = "tunnels";
 const CONNECTIONS_MAP: &str = "connections";
 const CONNECTION_STACKS_MAP: &str = "connection_stacks";
 
-fn maps_in_name_order<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj>; MAP_NAMES.len()] {
+fn maps_in_name_order<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj>; LB_MAP_NAMES.len()] {
     [
         &mut maps.bss_state,
         &mut maps.bss_servers,
@@ -154,28 +154,28 @@ fn maps_in_name_order<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut Open
     ]
 }
 
-impl Maps {
-    fn new(handles: [MapHandle; MAP_NAMES.len()], sizes: MapSizes) -> anyhow::Result<Self> {
+impl LoadBalancerMaps {
+    fn new(handles: [MapHandle; LB_MAP_NAMES.len()], sizes: MapSizes) -> anyhow::Result<Self> {
         let [state, servers, counters, tables, traffic, connections, stacks, .., membership] = &handles;
         let counter_row_count = sizes.counter_row_count as usize;
         Ok(Self {
             state: MmapArray::new(state).context("mapping the state")?,
             server_entries: MmapArray::new(servers).context("mapping the servers")?,
             service_member_flags: MmapArray::new(membership).context("mapping the services' servers")?,
-            counter_entries: MmapArray::new_slice(counters, counter_row_count * intf::LB_COUNTERS_PER_ROW as usize)
+            counter_entries: MmapArray::mmap_slice(counters, counter_row_count * intf::LB_COUNTERS_PER_ROW as usize)
                 .context("mapping the counters")?,
             tables: PlacementMemory::new(
                 mmap_placement_memory(tables, sizes.placement_memory_bytes)?,
                 sizes.placement_memory_bytes,
             ),
-            server_traffic: MmapArray::new_slice(traffic, counter_row_count * intf::SERVER_ID_COUNT as usize)
+            server_traffic: MmapArray::mmap_slice(traffic, counter_row_count * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
             connections: connection_memory::mmap_connection_table(
                 connections.as_fd(),
                 stacks.as_fd(),
                 sizes.connection_table_size,
             )?,
-            flow_table: MmapArray::new_slice(&handles[map_index(FLOW_TABLE_MAP)], sizes.flow_table_set_count as usize)
+            flow_table: MmapArray::mmap_slice(&handles[map_index(FLOW_TABLE_MAP)], sizes.flow_table_set_count as usize)
                 .context("mapping the flow table")?,
             connection_takes: MmapArray::new(&handles[map_index(CONNECTION_TAKES_MAP)])
                 .context("mapping the connection table's takes")?,
@@ -271,7 +271,7 @@ impl Maps {
 
     /// Pins all maps in `directory`, which must be empty.
     pub fn pin(&self, directory: &Path) -> anyhow::Result<()> {
-        for (name, map_handle) in MAP_NAMES.iter().zip(&self.map_handles) {
+        for (name, map_handle) in LB_MAP_NAMES.iter().zip(&self.map_handles) {
             super::link::pin_object(map_handle.as_fd(), &directory.join(name))?;
         }
         Ok(())
@@ -281,14 +281,14 @@ impl Maps {
     pub fn take_over(directory: &Path) -> anyhow::Result<Self> {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage).context("opening lb.bpf.o")?;
-        let pinned_sizes = pinned_sizes(directory).with_context(|| version_mismatch_hint(directory))?;
+        let pinned_sizes = read_pinned_map_sizes(directory).with_context(|| pin_version_mismatch_hint(directory))?;
         pinned_sizes.set_map_sizes(&mut open_skeleton.maps)?;
         let expected_maps = maps_in_name_order(&mut open_skeleton.maps);
         let mut map_handles = Vec::new();
-        for (name, expected_map) in MAP_NAMES.iter().zip(expected_maps) {
+        for (name, expected_map) in LB_MAP_NAMES.iter().zip(expected_maps) {
             map_handles.push(
                 open_pinned_map(&directory.join(name), expected_map)
-                    .with_context(|| version_mismatch_hint(directory))?,
+                    .with_context(|| pin_version_mismatch_hint(directory))?,
             );
         }
         let maps = Self::new(map_handles.try_into().expect("one per name"), pinned_sizes)?;
@@ -298,7 +298,7 @@ impl Maps {
             "{}: layout version {layout_version}, expected {}. {}",
             directory.join("state").display(),
             intf::LB_LAYOUT_VERSION,
-            version_mismatch_hint(directory)
+            pin_version_mismatch_hint(directory)
         );
         Ok(maps)
     }
@@ -338,7 +338,7 @@ impl Maps {
         let [entries, stacks] = [CONNECTIONS_MAP, CONNECTION_STACKS_MAP].map(|name| self.map_fd(name));
         self.connections = connection_memory::mmap_connection_table(entries, stacks, requested)?;
         self.map_sizes.connection_table_size = requested;
-        self.connections.initialise();
+        self.connections.initialise_entries();
         Ok(())
     }
 
@@ -385,7 +385,7 @@ impl Maps {
         };
         self.tables.switch_to_larger_memory(mapped_memory, bytes);
         if let Some(pins) = pins {
-            super::link::unpin(&pins.join(PLACEMENT_MEMORY_MAP))?;
+            super::link::unpin_object(&pins.join(PLACEMENT_MEMORY_MAP))?;
             super::link::pin_object(self.map_fd(PLACEMENT_MEMORY_MAP), &pins.join(PLACEMENT_MEMORY_MAP))?;
         }
         Ok(program)
@@ -394,7 +394,7 @@ impl Maps {
     /// Replaces the array map that is pinned in `directory` as `name` by a new map with `entries` zeroed values of `T`.
     fn replace_with_zeroed_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
         let zeroed_map = create_mmapable_array(name, size_of::<T>() as u32, entries)?;
-        super::link::unpin(&directory.join(name))?;
+        super::link::unpin_object(&directory.join(name))?;
         super::link::pin_object(zeroed_map.as_fd(), &directory.join(name))?;
         self.map_handles[map_index(name)] = zeroed_map;
         Ok(())
@@ -434,7 +434,7 @@ fn create_mmapable_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::
 }
 
 fn mmap_placement_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
-    MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
+    MmapArray::mmap_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
 
 /// Service whose packets `coreward capture` captures.
@@ -462,19 +462,19 @@ fn read_only_data(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
 }
 
 fn map_index(name: &str) -> usize {
-    MAP_NAMES.iter().position(|map_name| *map_name == name).expect("in the list")
+    LB_MAP_NAMES.iter().position(|map_name| *map_name == name).expect("in the list")
 }
 
 /// Returns the sizes of the maps pinned in `directory`. Fails when a map is missing, or the connection table has an
 /// invalid size.
-fn pinned_sizes(directory: &Path) -> anyhow::Result<MapSizes> {
+fn read_pinned_map_sizes(directory: &Path) -> anyhow::Result<MapSizes> {
     let max_entries_of = |name: &str| {
         let path = directory.join(name);
         Ok::<_, anyhow::Error>(
             MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?.max_entries(),
         )
     };
-    let connection_table_size = TableSize::try_from(u64::from(max_entries_of(CONNECTIONS_MAP)?))?;
+    let connection_table_size = ConnectionTableSize::try_from(u64::from(max_entries_of(CONNECTIONS_MAP)?))?;
     let placement_memory_path = directory.join(PLACEMENT_MEMORY_MAP);
     let placement_map_bytes = MapHandle::from_pinned_path(&placement_memory_path)
         .with_context(|| placement_memory_path.display().to_string())?
@@ -487,7 +487,7 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<MapSizes> {
     })
 }
 
-fn version_mismatch_hint(directory: &Path) -> String {
+fn pin_version_mismatch_hint(directory: &Path) -> String {
     format!(
         "What is pinned in {directory} was not made by this version of coreward: `coreward lb` of this version takes \
          its place once it has its configuration, and until then it forwards",
@@ -508,12 +508,12 @@ fn open_pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<Map
     Ok(map)
 }
 
-/// Removes the pins that [`Maps::pin`] made in this or another version. The link's pin stays.
+/// Removes the pins that [`LoadBalancerMaps::pin`] made in this or another version. The link's pin stays.
 pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     for entry in fs::read_dir(directory).with_context(|| directory.display().to_string())? {
         let path = entry?.path();
         if !path.ends_with("link") {
-            super::link::unpin(&path)?;
+            super::link::unpin_object(&path)?;
         }
     }
     Ok(())
@@ -532,7 +532,7 @@ pub(super) fn pinned_program_counts_by_cpu(directory: &Path) -> anyhow::Result<b
     Ok(counters_by_cpu_word.iter().any(|byte| *byte != 0))
 }
 
-/// Removes the pins that [`Maps::pin`] made, and the directory.
+/// Removes the pins that [`LoadBalancerMaps::pin`] made, and the directory.
 pub(super) fn unpin_maps_and_directory(directory: &Path) -> anyhow::Result<()> {
     unpin_maps(directory)?;
     match fs::remove_dir(directory) {
@@ -544,7 +544,7 @@ pub(super) fn unpin_maps_and_directory(directory: &Path) -> anyhow::Result<()> {
 }
 
 pub(super) fn has_pinned_map(directory: &Path) -> bool {
-    MAP_NAMES.iter().any(|name| directory.join(name).exists())
+    LB_MAP_NAMES.iter().any(|name| directory.join(name).exists())
 }
 
 fn open_variant<'obj>(
@@ -561,14 +561,14 @@ fn open_variant<'obj>(
     constants.other_balancer_in_use = variant.required_features.has_migrating_service;
     constants.lb_stamping_by_ticks = variant.lb_stamping_clock == LbStampingClock::DaemonTicks;
     constants.packets_read_clock = variant.packets_read_clock;
-    constants.udp_in_use = variant.required_features.has_udp;
-    constants.ipv6_in_use = variant.required_features.has_ipv6;
+    constants.udp_in_use = variant.required_features.has_udp_service;
+    constants.ipv6_in_use = variant.required_features.has_ipv6_service;
     constants.forwarding_in_use =
         bits_or_default(variant.required_features.forwarding_mode_bits, DEFAULT_FORWARDING_BITS);
     constants.traffic_in_use = variant.counts_server_traffic;
     constants.vlans_in_use = variant.vlan_settings.uses_tags();
     constants.vlans_or_capture_in_use = constants.vlans_in_use;
-    constants.vip_vlan = variant.vlan_settings.vip_vlan.get();
+    constants.vip_vlan = variant.vlan_settings.vip_vlan.id_or_zero();
     constants.counters_by_cpu = variant.counts_by_cpu;
     constants.connection_partition_mask = sizes.connection_table_size.partition_count() - 1;
     constants.placement_memory_mask = sizes.placement_memory_bytes - 1;
@@ -590,7 +590,7 @@ fn bits_or_default(bits: u32, default: u32) -> u32 {
 }
 
 /// Converts a rate to fields of `struct token_bucket` (`bpf/lb/broadcast.h`), namely ns per token and the burst in ns.
-fn ns_per_token_and_burst(rate: PacketRate) -> (u64, u64) {
+fn ns_per_token_and_burst(rate: PacketRateLimit) -> (u64, u64) {
     let ns_per_token = 1_000_000_000 / u64::from(rate.packets_per_second.max(1));
     (ns_per_token, ns_per_token * u64::from(rate.burst_packets.max(1) - 1))
 }

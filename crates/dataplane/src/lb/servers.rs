@@ -7,7 +7,7 @@ use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::lb::ServerTraffic;
 
-use super::program::Maps;
+use super::program::LoadBalancerMaps;
 use super::services::service_name;
 use super::variant::ProgramVariant;
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, server_entry_offset};
@@ -17,7 +17,7 @@ use crate::mac::MacAddress;
 const CONFIGURED_SERVER_FLAGS: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
 /// Returns the MAC address in a `struct server_entry`, or `None` if the address is not resolved.
-pub(super) fn resolved_mac(entry: u64) -> Option<MacAddress> {
+pub(super) fn resolved_mac_of_entry(entry: u64) -> Option<MacAddress> {
     let server_flags = (entry >> SERVER_FLAGS_SHIFT) as u32;
     (server_flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
 }
@@ -31,17 +31,17 @@ fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
 }
 
 /// Returns a server's MAC address and its flags in a service as one word, as server_at() in `bpf/lb/placement.h` does.
-pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
+pub(super) fn server_entry(maps: &LoadBalancerMaps, service: ServiceIndex, id: ServerId) -> u64 {
     let (word_offset, flags_shift) = member_flags_position(service, id.get());
     let member_flags = maps.service_member_flags.load(word_offset) >> flags_shift & u64::from(intf::SERVER_MEMBER_MASK);
     maps.server_entries.load(server_entry_offset::<intf::server_entry>(id.get())) | member_flags << SERVER_FLAGS_SHIFT
 }
 
-pub(super) fn member_ids(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
-    servers_with_flag(maps, service, intf::SERVER_KNOWN)
+pub(super) fn member_server_ids(maps: &LoadBalancerMaps, service: ServiceIndex) -> Vec<ServerId> {
+    server_ids_with_flag(maps, service, intf::SERVER_KNOWN)
 }
 
-pub(super) fn servers_with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<ServerId> {
+pub(super) fn server_ids_with_flag(maps: &LoadBalancerMaps, service: ServiceIndex, flag: u32) -> Vec<ServerId> {
     let first_word_index = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize;
     let mut server_ids = Vec::new();
     for word_index in 0..intf::MEMBERSHIP_WORDS as usize {
@@ -75,7 +75,7 @@ impl LoadBalancer {
     pub(super) fn set_down_servers(&mut self, service: ServiceIndex, down_servers: &[ServerId]) {
         let down_ids: BTreeSet<ServerId> = down_servers.iter().copied().collect();
         for recovered_id in
-            servers_with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down_ids.contains(id))
+            server_ids_with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down_ids.contains(id))
         {
             self.set_member_flags(service, recovered_id, intf::SERVER_DOWN, 0);
         }
@@ -85,7 +85,8 @@ impl LoadBalancer {
     /// Adds a server to a service, or changes it. All services of the server share its MAC address.
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         let server_flags = intf::SERVER_KNOWN | if server.is_eligible { intf::SERVER_ELIGIBLE } else { 0 };
-        let resolved_entry = |mac: MacAddress| mac.to_word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
+        let encode_resolved_entry =
+            |mac: MacAddress| mac.to_word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
         if let Err(error) = self.move_stamped_server_clock(service, id, server.mac, server.is_eligible) {
             tracing::warn!(
                 event = "server-not-stamped",
@@ -97,13 +98,13 @@ impl LoadBalancer {
         }
         self.maps
             .server_entries
-            .store(server_entry_offset::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved_entry));
+            .store(server_entry_offset::<intf::server_entry>(id.get()), server.mac.map_or(0, encode_resolved_entry));
         self.set_member_flags(service, id, CONFIGURED_SERVER_FLAGS, server_flags);
     }
 
     /// Sets whether the server is down according to this load balancer's health checks. If it is, it gets no new
     /// connections from this load balancer, and its UDP flows move to other servers.
-    pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
+    pub fn set_server_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
         self.set_member_flags(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
     }
 
@@ -123,19 +124,23 @@ impl LoadBalancer {
 
     /// Returns a service's servers, sorted by id. After a take-over, they are the servers of the previous process.
     pub fn servers(&self, service: ServiceIndex) -> Vec<(ServerId, Server)> {
-        member_ids(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
+        member_server_ids(&self.maps, service)
+            .into_iter()
+            .filter_map(|id| Some((id, self.server(service, id)?)))
+            .collect()
     }
 
     /// Returns the ids of a service's servers.
-    pub fn member_ids(&self, service: ServiceIndex) -> Vec<ServerId> {
-        member_ids(&self.maps, service)
+    pub fn member_server_ids(&self, service: ServiceIndex) -> Vec<ServerId> {
+        member_server_ids(&self.maps, service)
     }
 
     /// Returns the state of a service's server, or `None` if the service has no such server.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let entry_word = server_entry(&self.maps, service, id);
         let server_flags = (entry_word >> SERVER_FLAGS_SHIFT) as u32;
-        let server = Server { mac: resolved_mac(entry_word), is_eligible: server_flags & intf::SERVER_ELIGIBLE != 0 };
+        let server =
+            Server { mac: resolved_mac_of_entry(entry_word), is_eligible: server_flags & intf::SERVER_ELIGIBLE != 0 };
         (server_flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 

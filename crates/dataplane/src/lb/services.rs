@@ -7,42 +7,42 @@ use std::mem::offset_of;
 use anyhow::Context as _;
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
-use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
-use coreward_model::forwarding::Forwarding;
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::forwarding::ForwardingMode;
 use coreward_model::tuple::{Protocol, address_from_words};
 use libbpf_rs::{MapCore as _, MapFlags};
 use zerocopy::FromBytes as _;
 
-use super::program::Maps;
-use super::tables::StoredTable;
-use super::variant::{ProgramVariant, RequiredFeatures};
+use super::program::LoadBalancerMaps;
+use super::tables::StoredPlacementTable;
+use super::variant::{ProgramVariant, RequiredProgramFeatures};
 use super::{LoadBalancer, ServiceIndex, service_state_offset};
 use crate::service_slots;
 
 #[derive(Debug)]
-pub(super) struct Service {
+pub(super) struct ForwardedService {
     pub index: ServiceIndex,
     pub mode: ServiceSettings,
-    pub placement_table: Option<StoredTable>,
+    pub placement_table: Option<StoredPlacementTable>,
 }
 
-impl Service {
+impl ForwardedService {
     fn new(index: ServiceIndex, mode: ServiceSettings) -> Self {
         Self { index, mode, placement_table: None }
     }
 
     /// Returns the bit of the table's placement rule, or `None` if the service has no table with members.
-    pub fn rule_bit(&self) -> Option<u32> {
+    pub fn placement_rule_bit(&self) -> Option<u32> {
         self.placement_table.as_ref()?.rule_bit
     }
 }
 
 /// Error for a combination of service settings that the data plane does not support.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ModeError {
+pub enum ServiceSettingsError {
     /// The consistency mode needs TCP, because datagrams carry no cookie and servers cannot recognise UDP flows.
     #[error("service {0}: consistency {name:?} needs TCP: expected \"hash-table\" or \"none\"", name = .1.name())]
-    NeedsTcp(ServiceAddress, Consistency),
+    NeedsTcp(ServiceAddress, ConsistencyMode),
     /// LB-side stamping needs a stateless TCP service, because its cookie holds only a server id.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
     NeedsStateless(ServiceAddress),
@@ -58,20 +58,20 @@ pub enum ModeError {
     NeedsL2(ServiceAddress),
 }
 
-fn check_service_settings(address: &ServiceAddress, mode: &ServiceSettings) -> Result<(), ModeError> {
-    let allows_any_protocol = matches!(mode.consistency, Consistency::None | Consistency::HashTable);
+fn check_service_settings(address: &ServiceAddress, mode: &ServiceSettings) -> Result<(), ServiceSettingsError> {
+    let allows_any_protocol = matches!(mode.consistency, ConsistencyMode::None | ConsistencyMode::HashTable);
     if address.protocol == Protocol::Udp && !allows_any_protocol {
-        return Err(ModeError::NeedsTcp(*address, mode.consistency));
+        return Err(ServiceSettingsError::NeedsTcp(*address, mode.consistency));
     }
-    let is_stateless_tcp = mode.consistency == Consistency::Stateless && address.protocol == Protocol::Tcp;
+    let is_stateless_tcp = mode.consistency == ConsistencyMode::Stateless && address.protocol == Protocol::Tcp;
     if mode.timestamps == TimestampOrigin::LoadBalancer && !is_stateless_tcp {
-        return Err(ModeError::NeedsStateless(*address));
+        return Err(ServiceSettingsError::NeedsStateless(*address));
     }
     if mode.timestamps == TimestampOrigin::LoadBalancer && mode.forwarding.encapsulates() {
-        return Err(ModeError::NeedsL2(*address));
+        return Err(ServiceSettingsError::NeedsL2(*address));
     }
     if mode.migration.is_some() && (address.protocol == Protocol::Udp || !mode.can_migrate()) {
-        return Err(ModeError::CannotMigrate(*address));
+        return Err(ServiceSettingsError::CannotMigrate(*address));
     }
     Ok(())
 }
@@ -89,26 +89,26 @@ fn decode_slot_number(slot_number: u32) -> Option<(ServiceIndex, ServiceSettings
 }
 
 /// Returns the features that the program needs for the services and their tables.
-pub(super) fn required_features(services: &BTreeMap<ServiceAddress, Service>) -> RequiredFeatures {
-    let features_for_service = |(address, service): (&ServiceAddress, &Service)| RequiredFeatures {
-        placement_rule_bits: service.rule_bit().unwrap_or(0),
+pub(super) fn required_features(services: &BTreeMap<ServiceAddress, ForwardedService>) -> RequiredProgramFeatures {
+    let features_for_service = |(address, service): (&ServiceAddress, &ForwardedService)| RequiredProgramFeatures {
+        placement_rule_bits: service.placement_rule_bit().unwrap_or(0),
         consistency_mode_bits: 1 << service.mode.consistency.bpf_number(),
         has_tcp_without_timestamps: service.mode.timestamps == TimestampOrigin::Off
             && address.protocol == Protocol::Tcp,
         has_lb_stamping: service.mode.timestamps == TimestampOrigin::LoadBalancer,
         has_migrating_service: service.mode.migration.is_some(),
-        has_udp: address.protocol == Protocol::Udp,
+        has_udp_service: address.protocol == Protocol::Udp,
         forwarding_mode_bits: 1 << service.mode.forwarding.bpf_number(),
-        has_ipv6: address.vip_and_port.is_ipv6(),
+        has_ipv6_service: address.vip_and_port.is_ipv6(),
     };
-    services.iter().map(features_for_service).fold(RequiredFeatures::default(), RequiredFeatures::union)
+    services.iter().map(features_for_service).fold(RequiredProgramFeatures::default(), RequiredProgramFeatures::union)
 }
 
 impl LoadBalancer {
     /// Sets the services and their modes, and returns each service's index. A known service keeps its index, servers,
     /// table and connections, while a new one starts empty. Fails when there are too many services, or one is listed
-    /// twice. Also fails when a mode does not suit its service ([`ModeError`]), or the kernel rejects the program. A
-    /// failed call changes nothing.
+    /// twice. Also fails when a mode does not suit its service ([`ServiceSettingsError`]), or the kernel rejects the
+    /// program. A failed call changes nothing.
     pub fn set_services(
         &mut self,
         services: &[(ServiceAddress, ServiceSettings)],
@@ -120,17 +120,17 @@ impl LoadBalancer {
 
         // The program must support a mode before it gets the first service with that mode.
         let new_services =
-            modes_by_address.iter().map(|(address, mode)| (*address, Service::new(ServiceIndex(0), *mode)));
+            modes_by_address.iter().map(|(address, mode)| (*address, ForwardedService::new(ServiceIndex(0), *mode)));
         let new_features = required_features(&new_services.collect());
         self.load_variant(ProgramVariant {
             required_features: self.variant.required_features.union(new_features),
             ..self.variant
         })?;
 
-        let previous_stateful_indexes = self.stateful_indexes();
+        let previous_stateful_indexes = self.stateful_service_indexes();
         let removed_indexes = self.update_known_services(&modes_by_address)?;
         let formerly_stateful_indexes: Vec<_> =
-            previous_stateful_indexes.difference(&self.stateful_indexes()).copied().collect();
+            previous_stateful_indexes.difference(&self.stateful_service_indexes()).copied().collect();
         if !formerly_stateful_indexes.is_empty() {
             self.grace_periods.wait(self.service_directory_grace_ticket)?;
             self.free_connections_of_services(&formerly_stateful_indexes)?;
@@ -180,7 +180,7 @@ impl LoadBalancer {
         let mut added_indexes = BTreeSet::new();
         for (address, mode) in added_services {
             let added_index = self.allocate_service_index(*address);
-            self.services.insert(*address, Service::new(added_index, *mode));
+            self.services.insert(*address, ForwardedService::new(added_index, *mode));
             added_indexes.insert(added_index);
         }
         self.clear_services(&added_indexes)?;
@@ -207,8 +207,8 @@ impl LoadBalancer {
         ServiceIndex(free_index as u16)
     }
 
-    fn stateful_indexes(&self) -> BTreeSet<ServiceIndex> {
-        let is_stateful = |service: &&Service| service.mode.consistency == Consistency::Stateful;
+    fn stateful_service_indexes(&self) -> BTreeSet<ServiceIndex> {
+        let is_stateful = |service: &&ForwardedService| service.mode.consistency == ConsistencyMode::Stateful;
         self.services.values().filter(is_stateful).map(|service| service.index).collect()
     }
 
@@ -293,17 +293,17 @@ impl LoadBalancer {
     }
 }
 
-fn forwarding_offset(service: ServiceIndex) -> usize {
+fn service_forwarding_offset(service: ServiceIndex) -> usize {
     service_state_offset(service) + offset_of!(intf::service_state, forwarding)
 }
 
-fn store_forwarding(maps: &Maps, service: &Service) {
-    maps.state.store(forwarding_offset(service.index), service.mode.forwarding.bpf_number().into());
+fn store_forwarding(maps: &LoadBalancerMaps, service: &ForwardedService) {
+    maps.state.store(service_forwarding_offset(service.index), service.mode.forwarding.bpf_number().into());
 }
 
-fn load_forwarding(maps: &Maps, service: ServiceIndex) -> Forwarding {
-    let forwarding_number = maps.state.load(forwarding_offset(service));
-    Forwarding::ALL.get(forwarding_number as usize).copied().unwrap_or_default()
+fn load_forwarding(maps: &LoadBalancerMaps, service: ServiceIndex) -> ForwardingMode {
+    let forwarding_number = maps.state.load(service_forwarding_offset(service));
+    ForwardingMode::ALL.get(forwarding_number as usize).copied().unwrap_or_default()
 }
 
 type ServiceNameBytes = [u8; intf::SERVICE_NAME_BYTES as usize];
@@ -313,20 +313,21 @@ fn service_name_offset(service: ServiceIndex) -> usize {
 }
 
 /// Returns the address and the configured name of each service in `maps`.
-pub(super) fn services_with_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
-    let address_and_name = |(address, service): (ServiceAddress, Service)| (address, service_name(maps, service.index));
+pub(super) fn services_with_names(maps: &LoadBalancerMaps) -> Vec<(ServiceAddress, String)> {
+    let address_and_name =
+        |(address, service): (ServiceAddress, ForwardedService)| (address, service_name(maps, service.index));
     read_services(maps).into_iter().map(address_and_name).collect()
 }
 
 /// Returns a service's configured name, or an empty string if none is set.
-pub(super) fn service_name(maps: &Maps, service: ServiceIndex) -> String {
+pub(super) fn service_name(maps: &LoadBalancerMaps, service: ServiceIndex) -> String {
     let name_bytes = maps.state.read::<ServiceNameBytes>(service_name_offset(service));
     String::from_utf8_lossy(&name_bytes[..]).trim_end_matches('\0').to_owned()
 }
 
 const SERVICE_DIRECTORIES_OFFSET: usize = offset_of!(intf::lb_state, directories);
 
-pub(super) fn read_services(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
+pub(super) fn read_services(maps: &LoadBalancerMaps) -> BTreeMap<ServiceAddress, ForwardedService> {
     let directories = maps.state.read::<intf::lb_service_directories>(SERVICE_DIRECTORIES_OFFSET);
     let services_of_slots =
         directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
@@ -338,5 +339,5 @@ pub(super) fn read_services(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
                 ServiceAddress { vip_and_port: (vip_address, u16::from_be(slot.key.port)).into(), protocol };
             Some((service_address, index, mode))
         });
-    services_of_slots.map(|(address, index, mode)| (address, Service::new(index, mode))).collect()
+    services_of_slots.map(|(address, index, mode)| (address, ForwardedService::new(index, mode))).collect()
 }

@@ -10,16 +10,16 @@ use std::sync::atomic::Ordering;
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::placement::{BucketCount, CoreSlotIndex, PlacementRule, PlacementTable, TableMember};
-use coreward_model::rss::{InputTransform, RssKey};
+use coreward_model::placement::{BucketCount, CoreSlotIndex, PlacementRule, PlacementTable, PlacementTableMember};
+use coreward_model::rss::{RssInputTransform, RssKey};
 
-use super::buddy_allocator::{Block, BuddyAllocator};
+use super::buddy_allocator::{BuddyAllocator, MemoryBlock};
 use crate::mmap_array::MmapArray;
-use crate::rcu::{GracePeriods, GraceTicket};
+use crate::rcu::{GracePeriodTicket, GracePeriodWaiter};
 
 /// Error for a placement table that exceeds a limit of the data plane or is inconsistent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum TableError {
+pub enum PlacementTableError {
     /// The table has no RSS groups, or too many.
     #[error("a table of {0} groups: expected 1 to {max}", max = intf::MAX_RSS_GROUPS)]
     InvalidGroupCount(usize),
@@ -66,42 +66,48 @@ pub enum TableError {
 }
 
 /// Checks that the table is consistent and within the limits of the data plane.
-pub(super) fn validate_table(table: &PlacementTable) -> Result<(), TableError> {
+pub(super) fn validate_table(table: &PlacementTable) -> Result<(), PlacementTableError> {
     let (groups, buckets, per_bucket) =
         (table.rss_key_by_group.len(), table.bucket_count.get(), table.candidates_per_bucket);
     if groups == 0 || groups > intf::MAX_RSS_GROUPS as usize {
-        return Err(TableError::InvalidGroupCount(groups));
+        return Err(PlacementTableError::InvalidGroupCount(groups));
     }
     if per_bucket > intf::MAX_CANDIDATES {
-        return Err(TableError::TooManyCandidatesPerBucket(per_bucket));
+        return Err(PlacementTableError::TooManyCandidatesPerBucket(per_bucket));
     }
     let expected_candidates = groups * buckets as usize * per_bucket as usize;
     if table.candidates.len() != expected_candidates || expected_candidates > intf::MAX_TABLE_CANDIDATES as usize {
-        return Err(TableError::WrongCandidateCount { found: table.candidates.len(), expected: expected_candidates });
+        return Err(PlacementTableError::WrongCandidateCount {
+            found: table.candidates.len(),
+            expected: expected_candidates,
+        });
     }
     let needs_candidates = matches!(table.rule, PlacementRule::Table | PlacementRule::LeastAssigned);
     if needs_candidates && expected_candidates == 0 && !table.members.is_empty() {
-        return Err(TableError::NoCandidatesForRule(table.rule.name()));
+        return Err(PlacementTableError::NoCandidatesForRule(table.rule.name()));
     }
     let core_slot_count = table.core_slots.len();
     if core_slot_count > intf::MAX_CORE_SLOTS as usize {
-        return Err(TableError::TooManyCoreSlots(core_slot_count));
+        return Err(PlacementTableError::TooManyCoreSlots(core_slot_count));
     }
     if let Some(invalid_candidate) =
         table.candidates.iter().find(|candidate| usize::from(candidate.core_slot) >= core_slot_count)
     {
-        return Err(TableError::UnknownCoreSlot { slot: invalid_candidate.core_slot, count: core_slot_count });
+        return Err(PlacementTableError::UnknownCoreSlot { slot: invalid_candidate.core_slot, count: core_slot_count });
     }
     if table.members.len() > intf::MAX_MEMBERS as usize {
-        return Err(TableError::TooManyMembers(table.members.len()));
+        return Err(PlacementTableError::TooManyMembers(table.members.len()));
     }
     let consistent_server_count = table.consistent_servers.len();
     if consistent_server_count != buckets as usize && !(table.members.is_empty() && consistent_server_count == 0) {
-        return Err(TableError::WrongConsistentChoiceCount { found: consistent_server_count, buckets });
+        return Err(PlacementTableError::WrongConsistentChoiceCount { found: consistent_server_count, buckets });
     }
     let previous_consistent_server_count = table.previous_consistent_servers.len();
     if previous_consistent_server_count != 0 && previous_consistent_server_count != consistent_server_count {
-        return Err(TableError::WrongConsistentChoiceCount { found: previous_consistent_server_count, buckets });
+        return Err(PlacementTableError::WrongConsistentChoiceCount {
+            found: previous_consistent_server_count,
+            buckets,
+        });
     }
     Ok(())
 }
@@ -112,24 +118,24 @@ pub(super) struct PlacementMemoryFull;
 
 /// Placement table that has been written to the memory for placement tables.
 #[derive(Debug)]
-pub(super) struct StoredTable {
-    memory_block: Block,
-    toeplitz_blocks: Vec<Block>,
+pub(super) struct StoredPlacementTable {
+    memory_block: MemoryBlock,
+    toeplitz_blocks: Vec<MemoryBlock>,
     core_slot_index: CoreSlotIndex,
     /// Bit of the table's placement rule, or `None` if the table has no members.
     pub rule_bit: Option<u32>,
 }
 
-impl StoredTable {
+impl StoredPlacementTable {
     /// Returns the offset of the table in the memory for placement tables, in bytes.
     pub fn memory_offset(&self) -> u32 {
-        self.memory_block.offset
+        self.memory_block.offset_bytes
     }
 }
 
 /// Origin of the Toeplitz tables that a new placement table uses.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum ToeplitzSource {
+pub(super) enum ToeplitzTableSource {
     /// Toeplitz tables computed from the RSS keys of the new table's groups, with this VIP as the destination.
     RssKeys(SocketAddr),
     /// Toeplitz tables of the first group in the service's present table.
@@ -148,7 +154,7 @@ pub(super) enum AddressFamily {
 }
 
 impl AddressFamily {
-    pub fn of(vip: &SocketAddr) -> Self {
+    pub fn from_vip(vip: &SocketAddr) -> Self {
         if vip.is_ipv4() { Self::Ipv4 } else { Self::Ipv6 }
     }
 
@@ -174,10 +180,10 @@ struct SharedToeplitzTables {
 pub(super) struct PlacementMemory {
     mapped_memory: MmapArray<[u64]>,
     allocator: BuddyAllocator,
-    toeplitz_tables_by_block: HashMap<Block, SharedToeplitzTables>,
-    toeplitz_blocks_by_key: HashMap<ToeplitzTableKey, Block>,
+    toeplitz_tables_by_block: HashMap<MemoryBlock, SharedToeplitzTables>,
+    toeplitz_blocks_by_key: HashMap<ToeplitzTableKey, MemoryBlock>,
     /// Replaced tables that programs may still read, from the oldest to the newest.
-    retired_tables: VecDeque<(GraceTicket, StoredTable)>,
+    retired_tables: VecDeque<(GracePeriodTicket, StoredPlacementTable)>,
 }
 
 const TABLE_HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
@@ -196,7 +202,7 @@ fn low_and_high_half(word: u64) -> (u32, u32) {
 
 /// Returns the bit of the placement rule of the table at offset `table_offset`. Returns `None` if `table_offset` is 0
 /// (no table) or the table has no members.
-pub(super) fn rule_bit(memory: &MmapArray<[u64]>, table_offset: u32) -> Option<u32> {
+pub(super) fn read_placement_rule_bit(memory: &MmapArray<[u64]>, table_offset: u32) -> Option<u32> {
     const { assert!(offset_of!(intf::placement_table, member_count) % 8 == 0) };
     const { assert!(offset_of!(intf::placement_table, rule) == offset_of!(intf::placement_table, member_count) + 4) };
     if table_offset == 0 {
@@ -217,7 +223,7 @@ struct TableBlockLayout {
 }
 
 impl TableBlockLayout {
-    fn of(table: &PlacementTable) -> Self {
+    fn for_table(table: &PlacementTable) -> Self {
         let mut size_bytes = TABLE_HEADER_BYTES.next_multiple_of(8);
         let consistent_servers_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
         let previous_servers_offset = append_list::<u16>(&mut size_bytes, table.consistent_servers.len());
@@ -236,11 +242,11 @@ impl TableBlockLayout {
 
     /// Returns the header of a table with this layout whose block is at offset `block_offset`. `group_hashes` contains,
     /// for each RSS group, the block with its Toeplitz tables and the hash of the destination address.
-    fn header(
+    fn build_table_header(
         &self,
         table: &PlacementTable,
         block_offset: u32,
-        group_hashes: &[(Block, u32)],
+        group_hashes: &[(MemoryBlock, u32)],
     ) -> intf::placement_table {
         let mut table_header = intf::placement_table {
             generation: table.generation,
@@ -261,7 +267,7 @@ impl TableBlockLayout {
         };
         for (group, (toeplitz_block, destination_hash)) in group_hashes.iter().enumerate() {
             table_header.toeplitz_destination[group] = *destination_hash;
-            table_header.toeplitz_source_offset[group] = toeplitz_block.offset;
+            table_header.toeplitz_source_offset[group] = toeplitz_block.offset_bytes;
         }
         table_header
     }
@@ -289,34 +295,35 @@ impl PlacementMemory {
 
     /// Registers the tables that an earlier process has stored in the memory, and returns them. `tables_in_use`
     /// contains each table's offset and address family. The memory has `bytes` bytes.
-    pub fn adopt_tables(&mut self, bytes: u32, tables_in_use: &[(u32, AddressFamily)]) -> Vec<StoredTable> {
-        let mut reference_counts: HashMap<Block, usize> = HashMap::new();
-        let read_header = |table_offset: u32| self.mapped_memory.read::<intf::placement_table>(table_offset as usize);
-        let table_blocks = |(table_offset, family): &(u32, AddressFamily)| {
-            let table_header = read_header(*table_offset);
+    pub fn adopt_tables(&mut self, bytes: u32, tables_in_use: &[(u32, AddressFamily)]) -> Vec<StoredPlacementTable> {
+        let mut reference_counts: HashMap<MemoryBlock, usize> = HashMap::new();
+        let read_table_header =
+            |table_offset: u32| self.mapped_memory.read::<intf::placement_table>(table_offset as usize);
+        let find_table_blocks = |(table_offset, family): &(u32, AddressFamily)| {
+            let table_header = read_table_header(*table_offset);
             let group_count = (table_header.group_count as usize).min(intf::MAX_RSS_GROUPS as usize);
             let toeplitz_block =
-                |block_offset: &u32| Block::from_offset_and_size(*block_offset, family.toeplitz_table_bytes());
+                |block_offset: &u32| MemoryBlock::from_offset_and_size(*block_offset, family.toeplitz_table_bytes());
             (
                 *table_offset,
                 table_header.bytes,
                 table_header.toeplitz_source_offset[..group_count].iter().map(toeplitz_block).collect(),
             )
         };
-        let blocks_by_table: Vec<(u32, u32, Vec<Block>)> = tables_in_use.iter().map(table_blocks).collect();
+        let blocks_by_table: Vec<(u32, u32, Vec<MemoryBlock>)> = tables_in_use.iter().map(find_table_blocks).collect();
         for toeplitz_block in blocks_by_table.iter().flat_map(|(_, _, toeplitz_blocks)| toeplitz_blocks) {
             *reference_counts.entry(*toeplitz_block).or_default() += 1;
         }
         let used_ranges = blocks_by_table.iter().map(|(table_offset, bytes, _)| (*table_offset, *bytes));
         self.allocator = BuddyAllocator::new(
             bytes,
-            used_ranges.chain(reference_counts.keys().map(|block| (block.offset, block.size_bytes()))),
+            used_ranges.chain(reference_counts.keys().map(|block| (block.offset_bytes, block.size_bytes()))),
         );
-        let stored_tables = blocks_by_table.iter().map(|(table_offset, bytes, toeplitz_blocks)| StoredTable {
-            memory_block: Block::from_offset_and_size(*table_offset, *bytes),
+        let stored_tables = blocks_by_table.iter().map(|(table_offset, bytes, toeplitz_blocks)| StoredPlacementTable {
+            memory_block: MemoryBlock::from_offset_and_size(*table_offset, *bytes),
             toeplitz_blocks: toeplitz_blocks.clone(),
             core_slot_index: CoreSlotIndex::default(),
-            rule_bit: rule_bit(&self.mapped_memory, *table_offset),
+            rule_bit: read_placement_rule_bit(&self.mapped_memory, *table_offset),
         });
         let stored_tables = stored_tables.collect();
         self.toeplitz_tables_by_block = reference_counts
@@ -343,21 +350,25 @@ impl PlacementMemory {
     /// Reads the table at offset `table_offset`, without its candidates and its groups' RSS keys. Returns `None` if
     /// `table_offset` is 0 (no table) or the table has no members.
     pub fn read_table(&self, table_offset: u32) -> Option<PlacementTable> {
-        rule_bit(&self.mapped_memory, table_offset)?;
+        read_placement_rule_bit(&self.mapped_memory, table_offset)?;
         let header = self.mapped_memory.read::<intf::placement_table>(table_offset as usize);
         let bucket_count = BucketCount::new(header.bucket_count.into()).ok()?;
-        let id = |id: u16| ServerId::try_from(u64::from(id)).ok();
+        let to_server_id = |id: u16| ServerId::try_from(u64::from(id)).ok();
         let read_ids =
             |list_offset: u32| self.mapped_memory.read_slice::<u16>(list_offset as usize, bucket_count.get() as usize);
         let read_members =
             self.mapped_memory.read_slice::<intf::member>(header.members_offset as usize, header.member_count as usize);
-        let parse_member =
-            |member: intf::member| Some(TableMember { server: id(member.server_id)?, fixed_point_load: member.load });
+        let parse_member = |member: intf::member| {
+            Some(PlacementTableMember { server: to_server_id(member.server_id)?, fixed_point_load: member.load })
+        };
         Some(PlacementTable {
             generation: header.generation,
             members: read_members.into_iter().filter_map(parse_member).collect(),
-            consistent_servers: read_ids(header.consistent_at).into_iter().filter_map(id).collect(),
-            previous_consistent_servers: read_ids(header.previous_consistent_offset).into_iter().map(id).collect(),
+            consistent_servers: read_ids(header.consistent_at).into_iter().filter_map(to_server_id).collect(),
+            previous_consistent_servers: read_ids(header.previous_consistent_offset)
+                .into_iter()
+                .map(to_server_id)
+                .collect(),
             down_servers: Vec::new(),
             ..PlacementTable::empty(bucket_count)
         })
@@ -366,7 +377,11 @@ impl PlacementMemory {
     /// Returns the initial numbers of connections assigned to the cores in `next_table`. A core whose load is not newer
     /// than in the previous table keeps its number. A core with a newer load starts at 0, because that load includes
     /// the connections assigned before (docs/policies.md).
-    fn initial_assigned_counts(&self, previous_table: Option<&StoredTable>, next_table: &PlacementTable) -> Vec<u32> {
+    fn initial_assigned_connection_counts(
+        &self,
+        previous_table: Option<&StoredPlacementTable>,
+        next_table: &PlacementTable,
+    ) -> Vec<u32> {
         let Some(previous_table) = previous_table else { return vec![0; next_table.core_slots.len()] };
         previous_table.core_slot_index.initial_assigned_counts(next_table, |slot| {
             self.assigned_connection_count(previous_table.memory_offset(), slot)
@@ -383,25 +398,25 @@ impl PlacementMemory {
     /// Writes a table that [`validate_table`] has accepted. `previous_table` is the service's present table.
     pub fn write_table(
         &mut self,
-        previous_table: Option<&StoredTable>,
-        toeplitz_source: ToeplitzSource,
+        previous_table: Option<&StoredPlacementTable>,
+        toeplitz_source: ToeplitzTableSource,
         table: &PlacementTable,
-        grace_periods: &GracePeriods,
-    ) -> Result<StoredTable, PlacementMemoryFull> {
+        grace_periods: &GracePeriodWaiter,
+    ) -> Result<StoredPlacementTable, PlacementMemoryFull> {
         self.free_unread_tables(grace_periods);
-        let block_layout = TableBlockLayout::of(table);
+        let block_layout = TableBlockLayout::for_table(table);
         let table_block = self.allocator.allocate(block_layout.size_bytes).ok_or(PlacementMemoryFull)?;
         let Ok(hashes) = self.acquire_group_hashes(previous_table, toeplitz_source, table) else {
             self.allocator.free(table_block);
             return Err(PlacementMemoryFull);
         };
-        let table_header = block_layout.header(table, table_block.offset, &hashes);
-        let assigned_counts = self.initial_assigned_counts(previous_table, table);
-        self.mapped_memory.write(table_block.offset as usize, &table_header);
+        let table_header = block_layout.build_table_header(table, table_block.offset_bytes, &hashes);
+        let assigned_counts = self.initial_assigned_connection_counts(previous_table, table);
+        self.mapped_memory.write(table_block.offset_bytes as usize, &table_header);
         self.write_lists(&table_header, table, assigned_counts);
         let rule_bit = (!table.members.is_empty()).then(|| 1 << table.rule.bpf_number());
         let toeplitz_blocks = hashes.into_iter().map(|(toeplitz_block, _)| toeplitz_block).collect();
-        Ok(StoredTable {
+        Ok(StoredPlacementTable {
             memory_block: table_block,
             toeplitz_blocks,
             core_slot_index: CoreSlotIndex::from_table(table),
@@ -410,18 +425,20 @@ impl PlacementMemory {
     }
 
     fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut assigned_counts: Vec<u32>) {
-        let padded_ids = |servers: &mut dyn Iterator<Item = u16>| {
+        let collect_padded_ids = |servers: &mut dyn Iterator<Item = u16>| {
             let mut server_ids: Vec<u16> = servers.collect();
             // `write` takes only whole words, each of which holds 4 ids.
             server_ids.resize(server_ids.len().next_multiple_of(4), 0);
             server_ids
         };
-        let consistent_ids = padded_ids(&mut table.consistent_servers.iter().map(|server| server.get()));
+        let consistent_ids = collect_padded_ids(&mut table.consistent_servers.iter().map(|server| server.get()));
         self.mapped_memory.write(header.consistent_at as usize, consistent_ids.as_slice());
         let no_server_id = intf::NO_SERVER as u16;
         let previous_ids = match table.previous_consistent_servers.as_slice() {
             [] => vec![no_server_id; consistent_ids.len()],
-            before => padded_ids(&mut before.iter().map(|before| before.map_or(no_server_id, |server| server.get()))),
+            before => {
+                collect_padded_ids(&mut before.iter().map(|before| before.map_or(no_server_id, |server| server.get())))
+            }
         };
         self.mapped_memory.write(header.previous_consistent_offset as usize, previous_ids.as_slice());
         let bpf_candidates: Vec<intf::candidate> = table
@@ -448,14 +465,14 @@ impl PlacementMemory {
     /// hash.
     fn acquire_group_hashes(
         &mut self,
-        previous_table: Option<&StoredTable>,
-        toeplitz_source: ToeplitzSource,
+        previous_table: Option<&StoredPlacementTable>,
+        toeplitz_source: ToeplitzTableSource,
         table: &PlacementTable,
-    ) -> Result<Vec<(Block, u32)>, PlacementMemoryFull> {
+    ) -> Result<Vec<(MemoryBlock, u32)>, PlacementMemoryFull> {
         let vip = match (toeplitz_source, previous_table) {
-            (ToeplitzSource::RssKeys(vip), _) => vip,
-            (ToeplitzSource::PresentTable, None) => return Ok(Vec::new()),
-            (ToeplitzSource::PresentTable, Some(previous_table)) => {
+            (ToeplitzTableSource::RssKeys(vip), _) => vip,
+            (ToeplitzTableSource::PresentTable, None) => return Ok(Vec::new()),
+            (ToeplitzTableSource::PresentTable, Some(previous_table)) => {
                 let previous_header =
                     self.mapped_memory.read::<intf::placement_table>(previous_table.memory_offset() as usize);
                 let first_group = previous_table
@@ -468,7 +485,7 @@ impl PlacementMemory {
                 return Ok(first_group.into_iter().collect());
             }
         };
-        let mut group_hashes: Vec<(Block, u32)> = Vec::new();
+        let mut group_hashes: Vec<(MemoryBlock, u32)> = Vec::new();
         for key in &table.rss_key_by_group {
             let Ok(toeplitz_block) = self.acquire_toeplitz_block(key, vip) else {
                 self.release_toeplitz_blocks(
@@ -476,7 +493,7 @@ impl PlacementMemory {
                 );
                 return Err(PlacementMemoryFull);
             };
-            group_hashes.push((toeplitz_block, key.destination_hash(vip)));
+            group_hashes.push((toeplitz_block, key.destination_hash_part(vip)));
         }
         Ok(group_hashes)
     }
@@ -484,15 +501,17 @@ impl PlacementMemory {
     /// Returns the block with the Toeplitz tables of an RSS key, and creates the block if it does not exist. Placement
     /// tables with the same key share the block. If the key transforms its input, only tables with the same VIP share
     /// it.
-    fn acquire_toeplitz_block(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, PlacementMemoryFull> {
-        let address_family = AddressFamily::of(&vip);
-        let table_key = (key.clone(), address_family, (key.input_transform() != InputTransform::None).then_some(vip));
+    fn acquire_toeplitz_block(&mut self, key: &RssKey, vip: SocketAddr) -> Result<MemoryBlock, PlacementMemoryFull> {
+        let address_family = AddressFamily::from_vip(&vip);
+        let table_key =
+            (key.clone(), address_family, (key.input_transform() != RssInputTransform::None).then_some(vip));
         let table_block = match self.toeplitz_blocks_by_key.get(&table_key) {
             Some(block) => *block,
             None => {
                 let new_block =
                     self.allocator.allocate(address_family.toeplitz_table_bytes()).ok_or(PlacementMemoryFull)?;
-                self.mapped_memory.write(new_block.offset as usize, key.source_contribution_tables(vip).as_slice());
+                self.mapped_memory
+                    .write(new_block.offset_bytes as usize, key.source_contribution_tables(vip).as_slice());
                 self.toeplitz_blocks_by_key.insert(table_key.clone(), new_block);
                 self.toeplitz_tables_by_block
                     .insert(new_block, SharedToeplitzTables { key: Some(table_key), reference_count: 0 });
@@ -503,7 +522,7 @@ impl PlacementMemory {
         Ok(table_block)
     }
 
-    fn release_toeplitz_blocks(&mut self, toeplitz_blocks: &[Block]) {
+    fn release_toeplitz_blocks(&mut self, toeplitz_blocks: &[MemoryBlock]) {
         for block in toeplitz_blocks {
             let Some(shared_tables) = self.toeplitz_tables_by_block.get_mut(block) else { continue };
             shared_tables.reference_count -= 1;
@@ -519,12 +538,12 @@ impl PlacementMemory {
     }
 
     /// Retires a replaced table. Programs that start now no longer find it, but running programs may still read it.
-    pub fn retire_table(&mut self, table: StoredTable, grace_periods: &GracePeriods) {
+    pub fn retire_table(&mut self, table: StoredPlacementTable, grace_periods: &GracePeriodWaiter) {
         self.retired_tables.push_back((grace_periods.request_ticket(), table));
     }
 
     /// Frees the blocks of retired tables that no running program can read.
-    fn free_unread_tables(&mut self, grace_periods: &GracePeriods) {
+    fn free_unread_tables(&mut self, grace_periods: &GracePeriodWaiter) {
         while self.retired_tables.front().is_some_and(|(ticket, _)| grace_periods.has_passed(*ticket)) {
             let Some((_, table)) = self.retired_tables.pop_front() else { return };
             self.allocator.free(table.memory_block);
@@ -533,7 +552,7 @@ impl PlacementMemory {
     }
 
     /// Returns the grace period ticket of the table that was retired last, or `None` if no table is retired.
-    pub fn last_retirement_ticket(&self) -> Option<GraceTicket> {
+    pub fn last_retirement_grace_ticket(&self) -> Option<GracePeriodTicket> {
         self.retired_tables.back().map(|(ticket, _)| *ticket)
     }
 }

@@ -10,7 +10,7 @@ use super::{LoadBalancer, server_entry_offset};
 
 /// Fields of the outer header with which packets to a server are encapsulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Tunnel {
+pub struct ServerTunnel {
     /// Destination address of the outer header. Its address family determines that of the outer header.
     pub destination_address: IpAddr,
     /// UDP source port of a GUE header. With `None`, the port is a hash of the client's flow.
@@ -30,7 +30,7 @@ impl LoadBalancer {
     /// Sets the outer header of packets to a server, for services that encapsulate. Until it is set, these services
     /// drop packets to the server. A change of an IPv6 address waits for an RCU grace period, and fails when the kernel
     /// offers none.
-    pub fn set_tunnel(&mut self, id: ServerId, tunnel: Tunnel) -> anyhow::Result<()> {
+    pub fn set_server_tunnel(&mut self, id: ServerId, tunnel: ServerTunnel) -> anyhow::Result<()> {
         let entry_offset =
             offset_of!(intf::server_tunnels, entry) + server_entry_offset::<intf::server_tunnel>(id.get());
         let (address, family) = match tunnel.destination_address {

@@ -2,12 +2,12 @@
 
 use coreward_model::vlan::Vlan;
 
-use super::{BroadcastLimitsByKind, LbStampingClock, Options};
+use super::{BroadcastLimitsByKind, LbStampingClock, LoadBalancerOptions};
 
 /// Features of the program that the services and their tables need. On loading, the kernel removes the code of all
 /// other features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct RequiredFeatures {
+pub(super) struct RequiredProgramFeatures {
     /// Placement rules that tables use, as bits `1 << enum placement_rule`.
     pub placement_rule_bits: u32,
     /// Consistency modes that services use, as bits `1 << enum consistency`.
@@ -17,13 +17,13 @@ pub(super) struct RequiredFeatures {
     pub has_lb_stamping: bool,
     /// Whether a service is being migrated from or to another load balancer.
     pub has_migrating_service: bool,
-    pub has_udp: bool,
+    pub has_udp_service: bool,
     /// Forwarding modes that services use, as bits `1 << enum forwarding`.
     pub forwarding_mode_bits: u32,
-    pub has_ipv6: bool,
+    pub has_ipv6_service: bool,
 }
 
-impl RequiredFeatures {
+impl RequiredProgramFeatures {
     /// Returns the features that `self` or `other` needs.
     pub fn union(self, other: Self) -> Self {
         Self {
@@ -32,9 +32,9 @@ impl RequiredFeatures {
             has_tcp_without_timestamps: self.has_tcp_without_timestamps || other.has_tcp_without_timestamps,
             has_lb_stamping: self.has_lb_stamping || other.has_lb_stamping,
             has_migrating_service: self.has_migrating_service || other.has_migrating_service,
-            has_udp: self.has_udp || other.has_udp,
+            has_udp_service: self.has_udp_service || other.has_udp_service,
             forwarding_mode_bits: self.forwarding_mode_bits | other.forwarding_mode_bits,
-            has_ipv6: self.has_ipv6 || other.has_ipv6,
+            has_ipv6_service: self.has_ipv6_service || other.has_ipv6_service,
         }
     }
 }
@@ -42,7 +42,7 @@ impl RequiredFeatures {
 /// Compile-time constants of a loaded program. If any of them changes, the program is loaded again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ProgramVariant {
-    pub required_features: RequiredFeatures,
+    pub required_features: RequiredProgramFeatures,
     pub counts_server_traffic: bool,
     /// Whether counter rows belong to CPUs instead of receive queues, as generic XDP requires.
     pub counts_by_cpu: bool,
@@ -55,9 +55,9 @@ pub(super) struct ProgramVariant {
 
 impl ProgramVariant {
     /// Returns the variant with these options for a load balancer without services and servers.
-    pub fn new(options: &Options) -> Self {
+    pub fn new(options: &LoadBalancerOptions) -> Self {
         Self {
-            required_features: RequiredFeatures::default(),
+            required_features: RequiredProgramFeatures::default(),
             counts_server_traffic: false,
             counts_by_cpu: false,
             broadcast_limits: options.broadcast_limits,

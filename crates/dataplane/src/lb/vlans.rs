@@ -7,7 +7,7 @@ use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::vlan::Vlan;
 
-use super::program::Maps;
+use super::program::LoadBalancerMaps;
 use super::variant::{ProgramVariant, VlanSettings};
 use super::{LoadBalancer, ServiceIndex, service_state_offset};
 
@@ -16,7 +16,7 @@ const SERVER_VLANS_OFFSET: usize = offset_of!(intf::lb_state, server_vlans);
 const VLAN_IDS_PER_WORD: usize = size_of::<u64>() / size_of::<u16>();
 
 /// Returns whether any server in the maps is in a tagged VLAN.
-pub(super) fn has_server_in_vlan(maps: &Maps) -> bool {
+pub(super) fn has_server_in_vlan(maps: &LoadBalancerMaps) -> bool {
     let word_count = intf::SERVER_ID_COUNT as usize / VLAN_IDS_PER_WORD;
     (0..word_count).any(|word_index| maps.state.load(SERVER_VLANS_OFFSET + word_index * size_of::<u64>()) != 0)
 }
@@ -47,7 +47,7 @@ impl LoadBalancer {
             (SERVER_VLANS_OFFSET + word_index * size_of::<u64>(), position_in_word * u16::BITS as usize);
         // Only this process writes VLANs, so load and store need not be one atomic operation.
         let present_word = self.maps.state.load(word_offset);
-        let changed_word = present_word & !(u64::from(u16::MAX) << shift) | u64::from(vlan.get()) << shift;
+        let changed_word = present_word & !(u64::from(u16::MAX) << shift) | u64::from(vlan.id_or_zero()) << shift;
         if changed_word != present_word {
             self.maps.state.store(word_offset, changed_word);
         }
@@ -56,7 +56,7 @@ impl LoadBalancer {
     /// Sets the VLAN to which a service's packets are broadcast, which must contain all its servers. `None` means that
     /// its servers are in several VLANs, so that no broadcast can reach all of them.
     pub fn set_broadcast_vlan(&mut self, service: ServiceIndex, vlan: Option<Vlan>) {
-        let vlan_word = vlan.map_or(intf::NO_BROADCAST_VLAN.into(), |vlan| vlan.get().into());
+        let vlan_word = vlan.map_or(intf::NO_BROADCAST_VLAN.into(), |vlan| vlan.id_or_zero().into());
         self.maps
             .state
             .store(service_state_offset(service) + offset_of!(intf::service_state, broadcast_vlan), vlan_word);

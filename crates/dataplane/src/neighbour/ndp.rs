@@ -2,45 +2,45 @@
 
 use std::net::Ipv6Addr;
 
-use super::filter::{JUMP_IF_EQUAL, LOAD_U8, LOAD_U16, RETURN, bpf_instruction};
+use super::filter::{JUMP_IF_EQUAL, LOAD_U8_OPCODE, LOAD_U16_OPCODE, RETURN_OPCODE, new_bpf_instruction};
 use crate::mac::MacAddress;
 
 pub const ETHERTYPE_IPV6: u16 = 0x86dd;
 
 const IPV6_OFFSET: usize = 14;
 const ICMPV6_OFFSET: usize = IPV6_OFFSET + 40;
-const TARGET_OFFSET: usize = ICMPV6_OFFSET + 8;
-const OPTIONS_OFFSET: usize = TARGET_OFFSET + 16;
+const TARGET_ADDRESS_OFFSET: usize = ICMPV6_OFFSET + 8;
+const NDP_OPTIONS_OFFSET: usize = TARGET_ADDRESS_OFFSET + 16;
 /// Length in bytes of the frame of a neighbour solicitation with one option.
-const SOLICITATION_FRAME_BYTES: usize = OPTIONS_OFFSET + 8;
+const SOLICITATION_FRAME_BYTES: usize = NDP_OPTIONS_OFFSET + 8;
 
 const NEXT_HEADER_ICMPV6: u8 = 58;
 /// Hop limit of neighbour discovery packets. Because routers decrement it, the value 255 proves that the sender is on
 /// the link (RFC 4861, Sect. 7.1.1).
 const NDP_HOP_LIMIT: u8 = 255;
-const NEIGHBOR_SOLICITATION: u8 = 135;
-const NEIGHBOR_ADVERTISEMENT: u8 = 136;
+const NEIGHBOR_SOLICITATION_TYPE: u8 = 135;
+const NEIGHBOR_ADVERTISEMENT_TYPE: u8 = 136;
 const SOURCE_LINK_ADDRESS_OPTION: u8 = 1;
 const TARGET_LINK_ADDRESS_OPTION: u8 = 2;
 
 /// Socket filter that passes only neighbour solicitations and advertisements. Without it, the kernel would copy all
 /// IPv6 packets to the socket.
 pub const NDP_SOCKET_FILTER: [libc::sock_filter; 9] = [
-    bpf_instruction(LOAD_U16, 0, 0, 12),
-    bpf_instruction(JUMP_IF_EQUAL, 0, 6, ETHERTYPE_IPV6 as u32),
-    bpf_instruction(LOAD_U8, 0, 0, IPV6_OFFSET as u32 + 6),
-    bpf_instruction(JUMP_IF_EQUAL, 0, 4, NEXT_HEADER_ICMPV6 as u32),
-    bpf_instruction(LOAD_U8, 0, 0, ICMPV6_OFFSET as u32),
-    bpf_instruction(JUMP_IF_EQUAL, 1, 0, NEIGHBOR_SOLICITATION as u32),
-    bpf_instruction(JUMP_IF_EQUAL, 0, 1, NEIGHBOR_ADVERTISEMENT as u32),
-    bpf_instruction(RETURN, 0, 0, u32::MAX),
-    bpf_instruction(RETURN, 0, 0, 0),
+    new_bpf_instruction(LOAD_U16_OPCODE, 0, 0, 12),
+    new_bpf_instruction(JUMP_IF_EQUAL, 0, 6, ETHERTYPE_IPV6 as u32),
+    new_bpf_instruction(LOAD_U8_OPCODE, 0, 0, IPV6_OFFSET as u32 + 6),
+    new_bpf_instruction(JUMP_IF_EQUAL, 0, 4, NEXT_HEADER_ICMPV6 as u32),
+    new_bpf_instruction(LOAD_U8_OPCODE, 0, 0, ICMPV6_OFFSET as u32),
+    new_bpf_instruction(JUMP_IF_EQUAL, 1, 0, NEIGHBOR_SOLICITATION_TYPE as u32),
+    new_bpf_instruction(JUMP_IF_EQUAL, 0, 1, NEIGHBOR_ADVERTISEMENT_TYPE as u32),
+    new_bpf_instruction(RETURN_OPCODE, 0, 0, u32::MAX),
+    new_bpf_instruction(RETURN_OPCODE, 0, 0, 0),
 ];
 
 /// Returns the frame of a neighbour solicitation for `target`. Its destination is `mac`, or the target's multicast
 /// group if `mac` is `None`. If `own_address` is unspecified, the frame is that of duplicate address detection: it goes
 /// to the group and has no source link-layer address option (RFC 4861, Sect. 4.3 and 7.1.1).
-pub fn solicitation_frame(
+pub fn neighbour_solicitation_frame(
     target: Ipv6Addr,
     mac: Option<MacAddress>,
     own_mac: MacAddress,
@@ -55,7 +55,7 @@ pub fn solicitation_frame(
             (MacAddress([0x33, 0x33, 0xff, a, b, c]), multicast_group)
         }
     };
-    let frame_length = if own_address.is_unspecified() { OPTIONS_OFFSET } else { SOLICITATION_FRAME_BYTES };
+    let frame_length = if own_address.is_unspecified() { NDP_OPTIONS_OFFSET } else { SOLICITATION_FRAME_BYTES };
     let mut frame = vec![0; frame_length];
     frame[..6].copy_from_slice(&destination_mac.0);
     frame[6..12].copy_from_slice(&own_mac.0);
@@ -66,9 +66,9 @@ pub fn solicitation_frame(
     frame[IPV6_OFFSET + 7] = NDP_HOP_LIMIT;
     frame[IPV6_OFFSET + 8..IPV6_OFFSET + 24].copy_from_slice(&own_address.octets());
     frame[IPV6_OFFSET + 24..ICMPV6_OFFSET].copy_from_slice(&destination.octets());
-    frame[ICMPV6_OFFSET] = NEIGHBOR_SOLICITATION;
-    frame[TARGET_OFFSET..OPTIONS_OFFSET].copy_from_slice(&target.octets());
-    if let Some(option) = frame.get_mut(OPTIONS_OFFSET..SOLICITATION_FRAME_BYTES) {
+    frame[ICMPV6_OFFSET] = NEIGHBOR_SOLICITATION_TYPE;
+    frame[TARGET_ADDRESS_OFFSET..NDP_OPTIONS_OFFSET].copy_from_slice(&target.octets());
+    if let Some(option) = frame.get_mut(NDP_OPTIONS_OFFSET..SOLICITATION_FRAME_BYTES) {
         option[..2].copy_from_slice(&[SOURCE_LINK_ADDRESS_OPTION, 1]);
         option[2..].copy_from_slice(&own_mac.0);
     }
@@ -94,12 +94,12 @@ fn icmpv6_checksum(frame: &[u8]) -> u16 {
 /// Returns the sender of a solicitation or the target of an advertisement, with its MAC address. Returns `None` if the
 /// frame is neither of them, is invalid, or has no MAC address.
 pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
-    if frame.len() < OPTIONS_OFFSET || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
+    if frame.len() < NDP_OPTIONS_OFFSET || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
         return None;
     }
     let payload_length = usize::from(u16::from_be_bytes([frame[IPV6_OFFSET + 4], frame[IPV6_OFFSET + 5]]));
     // Ethernet pads short frames, so only the payload is parsed.
-    let frame = frame.get(..ICMPV6_OFFSET + payload_length).filter(|frame| frame.len() >= OPTIONS_OFFSET)?;
+    let frame = frame.get(..ICMPV6_OFFSET + payload_length).filter(|frame| frame.len() >= NDP_OPTIONS_OFFSET)?;
     let is_discovery = frame[IPV6_OFFSET] >> 4 == 6
         && frame[IPV6_OFFSET + 6] == NEXT_HEADER_ICMPV6
         && frame[IPV6_OFFSET + 7] == NDP_HOP_LIMIT;
@@ -107,12 +107,12 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
         return None;
     }
     let (address_offset, option_type) = match frame[ICMPV6_OFFSET] {
-        NEIGHBOR_SOLICITATION => (IPV6_OFFSET + 8, SOURCE_LINK_ADDRESS_OPTION),
-        NEIGHBOR_ADVERTISEMENT => (TARGET_OFFSET, TARGET_LINK_ADDRESS_OPTION),
+        NEIGHBOR_SOLICITATION_TYPE => (IPV6_OFFSET + 8, SOURCE_LINK_ADDRESS_OPTION),
+        NEIGHBOR_ADVERTISEMENT_TYPE => (TARGET_ADDRESS_OFFSET, TARGET_LINK_ADDRESS_OPTION),
         _ => return None,
     };
     let address = Ipv6Addr::from(<[u8; 16]>::try_from(&frame[address_offset..address_offset + 16]).ok()?);
-    let mac = find_mac_option(&frame[OPTIONS_OFFSET..], option_type)?;
+    let mac = find_mac_option(&frame[NDP_OPTIONS_OFFSET..], option_type)?;
     let is_unicast = !address.is_unspecified() && !address.is_multicast();
     (is_unicast && !mac.is_group_address() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
@@ -147,12 +147,12 @@ mod tests {
 
     #[test]
     fn solicitation_contains_its_sender_and_goes_to_the_target_group() {
-        let frame = solicitation_frame(TARGET_ADDRESS, None, SENDER_MAC, OWN_ADDRESS);
+        let frame = neighbour_solicitation_frame(TARGET_ADDRESS, None, SENDER_MAC, OWN_ADDRESS);
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
         assert_eq!(frame[IPV6_OFFSET + 24..ICMPV6_OFFSET], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
         assert_eq!(parse_sender(&frame), Some((OWN_ADDRESS, SENDER_MAC)));
         let target_mac = MacAddress([2, 0, 0, 0, 0, 9]);
-        let unicast_frame = solicitation_frame(TARGET_ADDRESS, Some(target_mac), SENDER_MAC, OWN_ADDRESS);
+        let unicast_frame = neighbour_solicitation_frame(TARGET_ADDRESS, Some(target_mac), SENDER_MAC, OWN_ADDRESS);
         assert_eq!(
             (&unicast_frame[..6], &unicast_frame[IPV6_OFFSET + 24..ICMPV6_OFFSET]),
             (&target_mac.0[..], &TARGET_ADDRESS.octets()[..])
@@ -164,8 +164,8 @@ mod tests {
 
     #[test]
     fn solicitation_without_own_address_is_duplicate_address_detection() {
-        let frame = solicitation_frame(TARGET_ADDRESS, Some(SENDER_MAC), SENDER_MAC, Ipv6Addr::UNSPECIFIED);
-        assert_eq!(frame.len(), OPTIONS_OFFSET, "RFC 4861, Sect. 4.3: no source link-layer address option");
+        let frame = neighbour_solicitation_frame(TARGET_ADDRESS, Some(SENDER_MAC), SENDER_MAC, Ipv6Addr::UNSPECIFIED);
+        assert_eq!(frame.len(), NDP_OPTIONS_OFFSET, "RFC 4861, Sect. 4.3: no source link-layer address option");
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
         assert_eq!(frame[IPV6_OFFSET + 24..ICMPV6_OFFSET], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
         assert_eq!((icmpv6_checksum(&frame), parse_sender(&frame)), (0, None));
@@ -173,23 +173,23 @@ mod tests {
 
     #[test]
     fn advertisement_yields_its_target_address() {
-        let mut frame = solicitation_frame(TARGET_ADDRESS, None, SENDER_MAC, OWN_ADDRESS);
-        frame[ICMPV6_OFFSET] = NEIGHBOR_ADVERTISEMENT;
+        let mut frame = neighbour_solicitation_frame(TARGET_ADDRESS, None, SENDER_MAC, OWN_ADDRESS);
+        frame[ICMPV6_OFFSET] = NEIGHBOR_ADVERTISEMENT_TYPE;
         assert_eq!(parse_sender(&frame_with_checksum(frame.clone())), None, "the option is of a solicitation");
-        frame[OPTIONS_OFFSET] = TARGET_LINK_ADDRESS_OPTION;
+        frame[NDP_OPTIONS_OFFSET] = TARGET_LINK_ADDRESS_OPTION;
         let valid_frame = frame_with_checksum(frame);
         assert_eq!(parse_sender(&valid_frame), Some((TARGET_ADDRESS, SENDER_MAC)));
         // Ethernet pads short frames.
         assert_eq!(parse_sender(&[&valid_frame[..], &[7; 9]].concat()), Some((TARGET_ADDRESS, SENDER_MAC)));
         for (at, value) in
-            [(IPV6_OFFSET + 7, 254), (ICMPV6_OFFSET + 1, 1), (OPTIONS_OFFSET + 1, 0), (OPTIONS_OFFSET + 2, 1)]
+            [(IPV6_OFFSET + 7, 254), (ICMPV6_OFFSET + 1, 1), (NDP_OPTIONS_OFFSET + 1, 0), (NDP_OPTIONS_OFFSET + 2, 1)]
         {
             let mut invalid_frame = valid_frame.clone();
             invalid_frame[at] = value;
             assert_eq!(parse_sender(&frame_with_checksum(invalid_frame)), None, "byte {at}");
         }
         let mut damaged_frame = valid_frame;
-        damaged_frame[TARGET_OFFSET] ^= 1;
+        damaged_frame[TARGET_ADDRESS_OFFSET] ^= 1;
         assert_eq!(parse_sender(&damaged_frame), None);
     }
 }

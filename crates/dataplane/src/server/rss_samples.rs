@@ -16,7 +16,10 @@ pub fn newest_sample_sequence(state: &MmapArray<intf::server_state>) -> u32 {
 /// Returns the SYN samples with sequence numbers after `previous_sequence` (0 for all), the oldest first. Only the last
 /// [`RSS_SAMPLES`](intf::RSS_SAMPLES) samples are stored, so older samples may be missing. The list ends before the
 /// first sample that a program is still writing, so that the next call returns it.
-pub fn samples_after(state: &MmapArray<intf::server_state>, previous_sequence: u32) -> Vec<intf::rss_sample> {
+pub fn rss_samples_after_sequence(
+    state: &MmapArray<intf::server_state>,
+    previous_sequence: u32,
+) -> Vec<intf::rss_sample> {
     let newest_sequence = newest_sample_sequence(state);
     let stored_count = newest_sequence.wrapping_sub(previous_sequence).min(intf::RSS_SAMPLES);
     (0..stored_count).rev().map_while(|age| read_sample(state, newest_sequence.wrapping_sub(age))).collect()
@@ -50,7 +53,7 @@ mod tests {
     use super::*;
 
     /// Returns a server state in new memory, in which no SYN has been sampled.
-    fn empty_state() -> MmapArray<intf::server_state> {
+    fn new_empty_state() -> MmapArray<intf::server_state> {
         let memory_file = memfd_create("state", MFdFlags::MFD_CLOEXEC).unwrap();
         nix::unistd::ftruncate(&memory_file, size_of::<intf::server_state>() as i64).unwrap();
         MmapArray::new(memory_file).unwrap()
@@ -77,33 +80,36 @@ mod tests {
 
     #[test]
     fn samples_after_an_unfinished_sample_are_returned_later() {
-        let state = empty_state();
-        assert_eq!(sequence_numbers(&samples_after(&state, 0)), []);
+        let state = new_empty_state();
+        assert_eq!(sequence_numbers(&rss_samples_after_sequence(&state, 0)), []);
         let claimed_sequences = [(); 3].map(|()| claim_sequence(&state));
         assert_eq!(claimed_sequences, [1, 2, 3]);
         write_sample(&state, 1);
         write_sample(&state, 3);
-        assert_eq!(sequence_numbers(&samples_after(&state, 0)), [1]);
+        assert_eq!(sequence_numbers(&rss_samples_after_sequence(&state, 0)), [1]);
         write_sample(&state, 2);
-        assert_eq!(sequence_numbers(&samples_after(&state, 1)), [2, 3]);
-        assert_eq!(sequence_numbers(&samples_after(&state, 3)), []);
+        assert_eq!(sequence_numbers(&rss_samples_after_sequence(&state, 1)), [2, 3]);
+        assert_eq!(sequence_numbers(&rss_samples_after_sequence(&state, 3)), []);
     }
 
     #[test]
     fn only_the_newest_samples_are_stored() {
-        let state = empty_state();
+        let state = new_empty_state();
         for _ in 0..intf::RSS_SAMPLES + 10 {
             write_sample(&state, claim_sequence(&state));
         }
         let expected_sequences: Vec<u32> = (11..=intf::RSS_SAMPLES + 10).collect();
-        assert_eq!(sequence_numbers(&samples_after(&state, 0)), expected_sequences);
-        assert_eq!(sequence_numbers(&samples_after(&state, intf::RSS_SAMPLES + 8)), expected_sequences[254..]);
+        assert_eq!(sequence_numbers(&rss_samples_after_sequence(&state, 0)), expected_sequences);
+        assert_eq!(
+            sequence_numbers(&rss_samples_after_sequence(&state, intf::RSS_SAMPLES + 8)),
+            expected_sequences[254..]
+        );
     }
 
     #[test]
     fn samples_read_while_a_program_writes_are_complete() {
         const SAMPLE_COUNT: u32 = 200_000;
-        let (state, is_written) = (empty_state(), AtomicBool::new(false));
+        let (state, is_written) = (new_empty_state(), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for _ in 0..SAMPLE_COUNT {
@@ -113,7 +119,7 @@ mod tests {
             });
             let mut last_sequence = 0;
             while !is_written.load(SeqCst) || last_sequence != SAMPLE_COUNT {
-                for sample in samples_after(&state, last_sequence) {
+                for sample in rss_samples_after_sequence(&state, last_sequence) {
                     let sequence = sample.sequence;
                     assert!(sequence > last_sequence, "{sequence} after {last_sequence}");
                     assert_eq!(sample.source_address, [sequence; 4]);

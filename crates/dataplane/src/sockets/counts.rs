@@ -45,9 +45,10 @@ pub fn count_connections(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     }
     let indexes_by_service: HashMap<SocketAddr, usize> = services.iter().copied().zip(0..).collect();
     for family in [libc::AF_INET, libc::AF_INET6] {
-        let request = socket_list_request(family as u8, CONNECTED_STATE_BITS, common_port(services).unwrap_or(0));
+        let request =
+            build_socket_list_request(family as u8, CONNECTED_STATE_BITS, common_service_port(services).unwrap_or(0));
         for_each_listed_socket(&request, |listed_socket| {
-            if let Some(service_index) = indexes_by_service.get(&local_address(listed_socket)) {
+            if let Some(service_index) = indexes_by_service.get(&local_socket_address(listed_socket)) {
                 counts[*service_index] += 1;
             }
         })?;
@@ -61,8 +62,8 @@ pub fn count_connections(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
 pub fn list_listening_sockets() -> anyhow::Result<Vec<(SocketAddr, SocketInode)>> {
     let mut listening_sockets = Vec::new();
     for family in [libc::AF_INET, libc::AF_INET6] {
-        for_each_listed_socket(&socket_list_request(family as u8, LISTEN_STATE_BIT, 0), |listed_socket| {
-            listening_sockets.push((local_address(listed_socket), listed_socket.inode.into()));
+        for_each_listed_socket(&build_socket_list_request(family as u8, LISTEN_STATE_BIT, 0), |listed_socket| {
+            listening_sockets.push((local_socket_address(listed_socket), listed_socket.inode.into()));
         })?;
     }
     Ok(listening_sockets)
@@ -83,17 +84,17 @@ fn for_each_listed_socket(
 /// Checks that the kernel has sock_diag(7) for TCP. A query for one socket cannot check this, because a kernel without
 /// sock_diag(7) for TCP answers that the socket does not exist.
 pub(super) fn ensure_sock_diag_supports_tcp() -> anyhow::Result<()> {
-    for_each_listed_socket(&socket_list_request(libc::AF_INET as u8, NO_STATE_BITS, 0), |_| ())
+    for_each_listed_socket(&build_socket_list_request(libc::AF_INET as u8, NO_STATE_BITS, 0), |_| ())
 }
 
 /// Returns the services' port if all services have the same port. The kernel can then skip sockets at other ports.
-fn common_port(services: &[SocketAddr]) -> Option<u16> {
+fn common_service_port(services: &[SocketAddr]) -> Option<u16> {
     let port = services.first()?.port();
     services.iter().all(|service| service.port() == port).then_some(port)
 }
 
 /// Returns a request to list the sockets in `state_bits` at `port`, or at all ports if `port` is 0.
-fn socket_list_request(family: u8, state_bits: u32, port: u16) -> InetDiagRequest {
+fn build_socket_list_request(family: u8, state_bits: u32, port: u16) -> InetDiagRequest {
     InetDiagRequest {
         header: NetlinkHeader {
             length: size_of::<InetDiagRequest>() as u32,
@@ -158,7 +159,7 @@ fn read_list_part(
 }
 
 /// Returns a socket's local address. Converts IPv4-mapped addresses to IPv4, because sockets at `[::]` accept IPv4.
-fn local_address(listed_socket: &InetDiagReply) -> SocketAddr {
+fn local_socket_address(listed_socket: &InetDiagReply) -> SocketAddr {
     let (port, source_bytes) =
         (u16::from_be_bytes(listed_socket.socket_id.source_port), listed_socket.socket_id.source_address);
     let ip = match i32::from(listed_socket.family) {

@@ -81,7 +81,7 @@ fn idle_time_is_not_counted_as_busy() {
     }
     let idle_ticks: u64 =
         read_cpu_ticks().iter().zip(&ticks_before).map(|(after, before)| (*after - *before).idle_ticks).sum();
-    let idle_share = (idle_ticks * TICK_NS) as f64 / (elapsed_ns * ticks_before.len() as u64) as f64;
+    let idle_share = (idle_ticks * CPU_TICK_NS) as f64 / (elapsed_ns * ticks_before.len() as u64) as f64;
     assert!(
         idle_share < 0.3 || min_busy_share < 0.95,
         "idle for {idle_share} of the time, but busy for {min_busy_share} at least"
@@ -125,7 +125,7 @@ fn receiving_packets_counts_as_busy() {
             let receiver_ticks = read_cpu_ticks()[RECEIVER_CPU] - start_ticks;
             is_done.store(true, Ordering::Relaxed);
             let elapsed_ns = (monotonic_ns() - start_ns) as f64;
-            let share_of_elapsed_time = |ticks: u64| (ticks * TICK_NS) as f64 / elapsed_ns;
+            let share_of_elapsed_time = |ticks: u64| (ticks * CPU_TICK_NS) as f64 / elapsed_ns;
             let (busy_share, kernel_busy_share, stolen_share) = (
                 busy_ns as f64 / elapsed_ns,
                 1.0 - share_of_elapsed_time(receiver_ticks.idle_ticks),
@@ -169,7 +169,7 @@ fn send_flood(cpu: usize, is_done: &AtomicBool) {
 }
 
 /// Duration of a tick, the unit of times in /proc/stat (proc(5)), in ns.
-const TICK_NS: u64 = 10_000_000;
+const CPU_TICK_NS: u64 = 10_000_000;
 
 #[derive(Clone, Copy)]
 struct CpuTicks {

@@ -5,25 +5,25 @@ use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, DispatchPrograms, Policy, RequestIdPosition, Timeouts};
+use coreward_dataplane::dispatch::{self, DispatchPolicy, DispatchPrograms, RequestIdPosition, RequestTimeouts};
 use coreward_dataplane::reuseport;
 use coreward_intf as intf;
 use socket2::SockRef;
 
 use crate::support::dispatch_env::{
-    SERVICE_ADDRESS, TemporaryPins, TestEnv, client_socket, dispatch_options, open_worker_socket,
+    DispatchTestEnv, SERVICE_ADDRESS, TemporaryPinDirectory, dispatch_options, open_client_socket, open_worker_socket,
     run_in_another_namespace, run_in_namespace, wait_for_value,
 };
 use crate::support::{missing_bpf_rights, skip_if};
 
-const TEST_TIMEOUTS: Timeouts =
-    Timeouts { response_timeout: Duration::from_millis(500), stall_after: Duration::from_millis(300) };
+const TEST_TIMEOUTS: RequestTimeouts =
+    RequestTimeouts { response_timeout: Duration::from_millis(500), stall_after: Duration::from_millis(300) };
 
-fn poll_repeatedly(env: &mut TestEnv, poll_count: u32) {
-    (0..poll_count).for_each(|_| _ = env.poll(&TEST_TIMEOUTS));
+fn poll_repeatedly(env: &mut DispatchTestEnv, poll_count: u32) {
+    (0..poll_count).for_each(|_| _ = env.poll_dispatcher(&TEST_TIMEOUTS));
 }
 
-fn unmatched_response_count(env: &TestEnv) -> u64 {
+fn unmatched_response_count(env: &DispatchTestEnv) -> u64 {
     env.counter(intf::DISPATCH_COUNTER_UNMATCHED)
 }
 
@@ -31,8 +31,8 @@ fn unmatched_response_count(env: &TestEnv) -> u64 {
 fn only_an_expected_response_completes_a_request() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let env = TestEnv::new(1, &dispatch_options(Policy::ShortestQueue));
-        let (first_client, second_client) = (client_socket(), client_socket());
+        let env = DispatchTestEnv::new(1, &dispatch_options(DispatchPolicy::ShortestQueue));
+        let (first_client, second_client) = (open_client_socket(), open_client_socket());
         env.send_request(&first_client, b"a");
         env.send_request(&second_client, b"b");
         let requests = env.read_requests(2);
@@ -66,11 +66,11 @@ fn only_an_expected_response_completes_a_request() {
 fn request_ids_distinguish_requests_of_one_client() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let mut options = dispatch_options(Policy::ShortestQueue);
+        let mut options = dispatch_options(DispatchPolicy::ShortestQueue);
         // Responses have one more byte before the request id than requests.
         options.request_id_position = Some(RequestIdPosition { request_offset: 1, response_offset: 2, byte_count: 2 });
-        let env = TestEnv::new(1, &options);
-        let client = client_socket();
+        let env = DispatchTestEnv::new(1, &options);
+        let client = open_client_socket();
         (0..3u8).for_each(|id| env.send_request(&client, &[9, id, 7]));
         env.read_requests(3);
         let respond_with_request_id = |id: u8| {
@@ -95,8 +95,8 @@ fn request_ids_distinguish_requests_of_one_client() {
 fn response_from_another_socket_of_the_service_completes_a_request() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let env = TestEnv::new(2, &dispatch_options(Policy::RoundRobin));
-        let client = client_socket();
+        let env = DispatchTestEnv::new(2, &dispatch_options(DispatchPolicy::RoundRobin));
+        let client = open_client_socket();
         env.send_request(&client, b"to 0");
         env.send_request(&client, b"to 1");
         assert_eq!(env.outstanding_request_counts(), [1, 1]);
@@ -115,8 +115,8 @@ fn response_from_another_socket_of_the_service_completes_a_request() {
 fn same_address_in_another_namespace_is_another_service() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let env = TestEnv::new(1, &dispatch_options(Policy::ShortestQueue));
-        let client = client_socket();
+        let env = DispatchTestEnv::new(1, &dispatch_options(DispatchPolicy::ShortestQueue));
+        let client = open_client_socket();
         env.send_request(&client, b"a");
         let client_port = client.local_addr().unwrap().port();
         // In the other namespace, service and client have the same addresses.
@@ -132,8 +132,8 @@ fn same_address_in_another_namespace_is_another_service() {
 fn unanswered_request_is_abandoned_after_timeout() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let mut env = TestEnv::new(1, &dispatch_options(Policy::ShortestQueue));
-        let clients: Vec<UdpSocket> = (0..5).map(|_| client_socket()).collect();
+        let mut env = DispatchTestEnv::new(1, &dispatch_options(DispatchPolicy::ShortestQueue));
+        let clients: Vec<UdpSocket> = (0..5).map(|_| open_client_socket()).collect();
         clients.iter().for_each(|client| env.send_request(client, b"a"));
         // Requests in a worker's receive queue are never abandoned.
         poll_repeatedly(&mut env, 20);
@@ -168,16 +168,17 @@ fn unanswered_request_is_abandoned_after_timeout() {
 #[test]
 fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
     skip_if!(missing_bpf_rights());
-    for policy in Policy::all() {
+    for policy in DispatchPolicy::all() {
         run_in_namespace(|| {
-            let mut env = TestEnv::new(2, &dispatch_options(policy));
+            let mut env = DispatchTestEnv::new(2, &dispatch_options(policy));
             for worker in env.worker_sockets.values() {
                 SockRef::from(worker).set_recv_buffer_size(0).unwrap();
             }
-            let clients: Vec<UdpSocket> = (0..100).map(|_| client_socket()).collect();
+            let clients: Vec<UdpSocket> = (0..100).map(|_| open_client_socket()).collect();
             clients.iter().for_each(|client| env.send_request(client, &[0; 200]));
             // Drops are noticed without a poll, but the kernel drops a datagram shortly after it was dispatched.
-            let total_outstanding_requests = |env: &TestEnv| env.outstanding_request_counts().iter().sum::<u32>();
+            let total_outstanding_requests =
+                |env: &DispatchTestEnv| env.outstanding_request_counts().iter().sum::<u32>();
             let waiting_requests = wait_for_value("what is dropped to be given up", || {
                 let abandoned_requests: u64 = (0..2).map(|slot| env.worker_counts(slot).abandoned_requests).sum();
                 let waiting_requests = total_outstanding_requests(&env);
@@ -205,9 +206,9 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
 fn uncounted_request_in_queue_becomes_outstanding() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let mut env = TestEnv::new(1, &dispatch_options(Policy::ShortestQueue));
+        let mut env = DispatchTestEnv::new(1, &dispatch_options(DispatchPolicy::ShortestQueue));
         // One client port sends more requests than the table's sets can hold for it.
-        let client = client_socket();
+        let client = open_client_socket();
         (0..40u8).for_each(|number| env.send_request(&client, &[number]));
         assert_eq!((env.outstanding_request_counts(), env.counter(intf::DISPATCH_COUNTER_UNTRACKED)), (vec![32], 8));
         poll_repeatedly(&mut env, 1);
@@ -224,10 +225,15 @@ fn uncounted_request_in_queue_becomes_outstanding() {
 #[test]
 fn stalled_worker_is_disabled_until_it_responds() {
     skip_if!(missing_bpf_rights());
-    for policy in [Policy::ShortestQueue, Policy::LightestQueue, Policy::RoundRobin, Policy::RankedQueue] {
+    for policy in [
+        DispatchPolicy::ShortestQueue,
+        DispatchPolicy::LightestQueue,
+        DispatchPolicy::RoundRobin,
+        DispatchPolicy::RankedQueue,
+    ] {
         run_in_namespace(|| {
-            let mut env = TestEnv::new(2, &dispatch_options(policy));
-            let client = client_socket();
+            let mut env = DispatchTestEnv::new(2, &dispatch_options(policy));
+            let client = open_client_socket();
             env.send_request(&client, b"a");
             let slot_of_waiting_request =
                 env.outstanding_request_counts().iter().position(|count| *count > 0).unwrap() as u32;
@@ -260,17 +266,17 @@ fn stalled_worker_is_disabled_until_it_responds() {
 #[test]
 fn dead_worker_loses_no_request_and_its_slot_is_reused() {
     skip_if!(missing_bpf_rights());
-    for policy in Policy::all() {
+    for policy in DispatchPolicy::all() {
         run_in_namespace(|| {
-            let mut env = TestEnv::new(3, &dispatch_options(policy));
-            let clients: Vec<UdpSocket> = (0..30).map(|_| client_socket()).collect();
+            let mut env = DispatchTestEnv::new(3, &dispatch_options(policy));
+            let clients: Vec<UdpSocket> = (0..30).map(|_| open_client_socket()).collect();
             clients.iter().for_each(|client| env.send_request(client, b"a"));
             let lost_requests = u64::from(env.worker_counts(1).outstanding_requests);
             drop(env.worker_sockets.remove(&1));
             // These requests arrive before user space has noticed that a worker died.
             clients.iter().for_each(|client| env.send_request(client, b"b"));
             env.read_requests(60 - lost_requests as usize);
-            assert!(env.poll(&TEST_TIMEOUTS));
+            assert!(env.poll_dispatcher(&TEST_TIMEOUTS));
             let dead_worker_counts = env.worker_counts(1);
             assert_eq!(
                 (
@@ -281,10 +287,10 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
                 (0, lost_requests, false),
                 "{policy:?}"
             );
-            assert!(!env.poll(&TEST_TIMEOUTS), "it dies once");
+            assert!(!env.poll_dispatcher(&TEST_TIMEOUTS), "it dies once");
             assert_eq!(env.add_worker(), 1);
             assert!(env.worker_counts(1).is_eligible);
-            (0..60).for_each(|_| env.send_request(&client_socket(), b"c"));
+            (0..60).for_each(|_| env.send_request(&open_client_socket(), b"c"));
             let requests = env.read_requests(60);
             assert!(requests.iter().any(|request| request.worker_slot == 1), "{policy:?}");
         });
@@ -295,16 +301,16 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
 fn upgrade_takes_over_sockets_and_requests_in_flight() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let mut env = TestEnv::new(2, &dispatch_options(Policy::ShortestQueue));
+        let mut env = DispatchTestEnv::new(2, &dispatch_options(DispatchPolicy::ShortestQueue));
         assert!(!env.dispatch.is_state_taken_over());
-        let clients: Vec<UdpSocket> = (0..4).map(|_| client_socket()).collect();
+        let clients: Vec<UdpSocket> = (0..4).map(|_| open_client_socket()).collect();
         clients.iter().for_each(|client| env.send_request(client, b"a"));
         let sockets_before = env.dispatch.socket_cookies_by_slot();
         // A second instance with another policy takes over while the first one is still running.
         env.dispatch = DispatchPrograms::load(
             &env.pins.0,
             &dispatch::cgroup2_mount_point().unwrap(),
-            &dispatch_options(Policy::RoundRobin),
+            &dispatch_options(DispatchPolicy::RoundRobin),
         )
         .unwrap();
         assert!(env.dispatch.is_state_taken_over());
@@ -325,9 +331,9 @@ fn upgrade_takes_over_sockets_and_requests_in_flight() {
 fn kernel_selects_sockets_after_detach() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let mut env = TestEnv::new(2, &dispatch_options(Policy::ShortestQueue));
-        let other_pins = TemporaryPins::new();
-        let options = dispatch_options(Policy::ShortestQueue);
+        let mut env = DispatchTestEnv::new(2, &dispatch_options(DispatchPolicy::ShortestQueue));
+        let other_pins = TemporaryPinDirectory::new();
+        let options = dispatch_options(DispatchPolicy::ShortestQueue);
         let second_dispatch =
             DispatchPrograms::load(&other_pins.0, &dispatch::cgroup2_mount_point().unwrap(), &options).unwrap();
         let socket = env.worker_sockets[&0].try_clone().unwrap();
@@ -335,7 +341,7 @@ fn kernel_selects_sockets_after_detach() {
         assert!(error.contains("is it in another one"), "{error}");
         reuseport::detach_from_group(socket.as_fd()).unwrap();
         dispatch::remove_pins_and_programs(&env.pins.0).unwrap();
-        let clients: Vec<UdpSocket> = (0..50).map(|_| client_socket()).collect();
+        let clients: Vec<UdpSocket> = (0..50).map(|_| open_client_socket()).collect();
         clients.iter().for_each(|client| _ = client.send(b"a").unwrap());
         let requests = env.read_requests(50);
         assert!((0..2).all(|slot| requests.iter().any(|request| request.worker_slot == slot)));
@@ -350,8 +356,10 @@ fn requests_of_ipv6_clients_are_counted() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let service: SocketAddr = "[::]:5300".parse().unwrap();
-        let env =
-            TestEnv::new(2, &dispatch::Options { service_address: service, ..dispatch_options(Policy::ShortestQueue) });
+        let env = DispatchTestEnv::new(
+            2,
+            &dispatch::DispatchOptions { service_address: service, ..dispatch_options(DispatchPolicy::ShortestQueue) },
+        );
         let clients = ["[::1]:0", "127.0.0.1:0"].map(|address| UdpSocket::bind(address).unwrap());
         clients[0].connect("[::1]:5300").unwrap();
         clients[1].connect("127.0.0.1:5300").unwrap();
@@ -367,15 +375,15 @@ fn requests_of_ipv6_clients_are_counted() {
 fn service_times_are_measured_by_request_type() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let mut options = dispatch_options(Policy::LightestQueue);
+        let mut options = dispatch_options(DispatchPolicy::LightestQueue);
         options.measures_service_times = true;
         options.request_types = vec![dispatch::RequestType {
-            value: *b"slow\0\0\0\0",
-            mask: [255, 255, 255, 255, 0, 0, 0, 0],
+            payload_value: *b"slow\0\0\0\0",
+            payload_mask: [255, 255, 255, 255, 0, 0, 0, 0],
             priority_class: 0,
         }];
-        let env = TestEnv::new(1, &options);
-        let client = client_socket();
+        let env = DispatchTestEnv::new(1, &options);
+        let client = open_client_socket();
         // Lower and upper bounds on the sum of each type's service times (ns), which hold on any slow machine.
         let (mut min_times_ns, mut max_times_ns) = ([0, 0], [0, 0]);
         for (payload, type_index, time_ms) in
@@ -390,7 +398,7 @@ fn service_times_are_measured_by_request_type() {
             min_times_ns[type_index] += service_time.as_nanos() as u64;
             max_times_ns[type_index] += start_time.elapsed().as_nanos() as u64;
         }
-        let observed_times = env.dispatch.ledger().observed_service_times(2);
+        let observed_times = env.dispatch.ledger().service_time_sums_and_counts(2);
         assert_eq!(observed_times.iter().map(|(_, count)| *count).collect::<Vec<_>>(), [2, 2]);
         for (type_index, (sum, _)) in observed_times.iter().enumerate() {
             let expected_range = min_times_ns[type_index]..=max_times_ns[type_index];

@@ -3,16 +3,18 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use coreward_dataplane::dispatch::{Policy, RequestIdPosition, RequestType};
+use coreward_dataplane::dispatch::{DispatchPolicy, RequestIdPosition, RequestType};
 use coreward_intf as intf;
 use coreward_model::dispatch::{
-    ClassBoundedShortestQueue, ClassBounds, DispatchHeader, Dispatcher, JoinLightestQueue, JoinShortestQueue,
-    RoundRobinDispatcher, RoundedServiceTime,
+    ClassBoundedShortestQueue, DispatchHeader, Dispatcher, JoinLightestQueue, JoinShortestQueue,
+    OutstandingBoundsByClass, RoundRobinDispatcher, RoundedServiceTime,
 };
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-use crate::support::dispatch_env::{ReceivedDatagram, TestEnv, client_socket, dispatch_options, run_in_namespace};
+use crate::support::dispatch_env::{
+    DispatchTestEnv, ReceivedDatagram, dispatch_options, open_client_socket, run_in_namespace,
+};
 use crate::support::{missing_bpf_rights, skip_if};
 
 const REQUEST_COUNT: u32 = 3000;
@@ -21,7 +23,7 @@ const SERVICE_TIMES: [Duration; 3] =
 
 /// Sends requests and responds in random order, and asserts that the program selects the same workers as the model.
 /// Responses are slower than requests at first, and faster when many requests are outstanding.
-fn assert_selects_workers_as_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
+fn assert_selects_workers_as_model(env: &DispatchTestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
     let mut unanswered_requests: Vec<(ReceivedDatagram, DispatchHeader)> = Vec::new();
     for request_id in 0..REQUEST_COUNT {
@@ -65,25 +67,25 @@ fn assert_selects_workers_as_model(env: &TestEnv, model: &mut impl Dispatcher, c
     assert_eq!(env.counter(intf::DISPATCH_COUNTER_UNMATCHED), 0);
 }
 
-fn start_test_env(worker_count: usize, policy: Policy) -> TestEnv {
+fn start_test_env(worker_count: usize, policy: DispatchPolicy) -> DispatchTestEnv {
     let mut options = dispatch_options(policy);
     options.request_id_position = Some(RequestIdPosition { request_offset: 0, response_offset: 0, byte_count: 4 });
     options.type_offset = 4;
-    let request_type = |number: u8, class| RequestType {
-        value: [b't', b'y', b'p', b'e', number, 0, 0, 0],
-        mask: [255, 255, 255, 255, 255, 0, 0, 0],
+    let new_request_type = |number: u8, class| RequestType {
+        payload_value: [b't', b'y', b'p', b'e', number, 0, 0, 0],
+        payload_mask: [255, 255, 255, 255, 255, 0, 0, 0],
         priority_class: class,
     };
     // Requests that match neither type also have class 1.
-    options.request_types = vec![request_type(0, 0), request_type(1, 1)];
+    options.request_types = vec![new_request_type(0, 0), new_request_type(1, 1)];
     options.default_priority_class = 1;
-    let env = TestEnv::new(worker_count, &options);
+    let env = DispatchTestEnv::new(worker_count, &options);
     env.dispatch.set_expected_service_times(&SERVICE_TIMES);
     env
 }
 
-fn new_clients() -> Vec<UdpSocket> {
-    (0..12).map(|_| client_socket()).collect()
+fn new_client_sockets() -> Vec<UdpSocket> {
+    (0..12).map(|_| open_client_socket()).collect()
 }
 
 #[test]
@@ -91,9 +93,14 @@ fn jsq_chooses_workers_as_the_model_does() {
     skip_if!(missing_bpf_rights());
     for workers in [1, 3, 16, 64] {
         run_in_namespace(|| {
-            let env = start_test_env(workers, Policy::ShortestQueue);
-            env.dispatch.set_request_limits(|workers| ClassBounds::with_reserved_cores(workers, 1, 0, 4, 0));
-            assert_selects_workers_as_model(&env, &mut JoinShortestQueue::unbounded(workers as u16), &new_clients());
+            let env = start_test_env(workers, DispatchPolicy::ShortestQueue);
+            env.dispatch
+                .set_request_limits(|workers| OutstandingBoundsByClass::with_reserved_cores(workers, 1, 0, 4, 0));
+            assert_selects_workers_as_model(
+                &env,
+                &mut JoinShortestQueue::unbounded(workers as u16),
+                &new_client_sockets(),
+            );
         });
     }
 }
@@ -103,8 +110,8 @@ fn jlq_chooses_workers_as_the_model_does() {
     skip_if!(missing_bpf_rights());
     for workers in [2, 5, 64] {
         run_in_namespace(|| {
-            let env = start_test_env(workers, Policy::LightestQueue);
-            assert_selects_workers_as_model(&env, &mut JoinLightestQueue::new(workers as u16), &new_clients());
+            let env = start_test_env(workers, DispatchPolicy::LightestQueue);
+            assert_selects_workers_as_model(&env, &mut JoinLightestQueue::new(workers as u16), &new_client_sockets());
         });
     }
 }
@@ -114,9 +121,9 @@ fn rr_chooses_workers_as_the_model_does() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         assert_selects_workers_as_model(
-            &start_test_env(5, Policy::RoundRobin),
+            &start_test_env(5, DispatchPolicy::RoundRobin),
             &mut RoundRobinDispatcher::new(5),
-            &new_clients(),
+            &new_client_sockets(),
         )
     });
 }
@@ -126,12 +133,13 @@ fn jbsrq_chooses_workers_as_the_model_does() {
     skip_if!(missing_bpf_rights());
     for (workers, reserved_cores, queue_bound, reserved_bound) in [(4, 1, 4, 0), (7, 2, 3, 1), (1, 1, 1, 0)] {
         run_in_namespace(|| {
-            let env = start_test_env(workers, Policy::RankedQueue);
-            let class_bounds =
-                |workers| ClassBounds::with_reserved_cores(workers, 2, reserved_cores, queue_bound, reserved_bound);
+            let env = start_test_env(workers, DispatchPolicy::RankedQueue);
+            let class_bounds = |workers| {
+                OutstandingBoundsByClass::with_reserved_cores(workers, 2, reserved_cores, queue_bound, reserved_bound)
+            };
             env.dispatch.set_request_limits(class_bounds);
             let mut model = ClassBoundedShortestQueue::new(class_bounds(workers as u16));
-            assert_selects_workers_as_model(&env, &mut model, &new_clients());
+            assert_selects_workers_as_model(&env, &mut model, &new_client_sockets());
             assert_eq!(env.counter(intf::DISPATCH_COUNTER_OVER_BOUND), model.over_bound_request_count());
             assert!(model.over_bound_request_count() > 0);
         });
@@ -142,10 +150,10 @@ fn jbsrq_chooses_workers_as_the_model_does() {
 fn random_policy_selects_worker_by_flow() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let env = TestEnv::new(4, &dispatch_options(Policy::Random));
+        let env = DispatchTestEnv::new(4, &dispatch_options(DispatchPolicy::Random));
         let mut flows_by_worker = [0; 4];
         for _ in 0..200 {
-            let client = client_socket();
+            let client = open_client_socket();
             let slots_of_requests = [0, 1].map(|number: u8| {
                 env.send_request(&client, &[number]);
                 env.read_one_request().worker_slot
@@ -161,9 +169,9 @@ fn random_policy_selects_worker_by_flow() {
 fn request_above_the_limit_is_counted() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let env = TestEnv::new(2, &dispatch_options(Policy::ShortestQueue));
-        env.dispatch.set_request_limits(|workers| ClassBounds::with_reserved_cores(workers, 1, 0, 4, 0));
-        let client = client_socket();
+        let env = DispatchTestEnv::new(2, &dispatch_options(DispatchPolicy::ShortestQueue));
+        env.dispatch.set_request_limits(|workers| OutstandingBoundsByClass::with_reserved_cores(workers, 1, 0, 4, 0));
+        let client = open_client_socket();
         (0..8u8).for_each(|number| env.send_request(&client, &[number]));
         assert_eq!((env.outstanding_request_counts(), env.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![4, 4], 0));
         env.send_request(&client, &[8]);

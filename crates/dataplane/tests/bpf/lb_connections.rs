@@ -5,11 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate, Server};
+use coreward_dataplane::lb::{BroadcastRateLimits, LoadBalancerOptions, PacketRateLimit, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    ClockTicks, ConnectionTimeouts, ExpiryReason, TableSize, decode_cookie_index, encode_cookie_index, encode_syn_tsecr,
+    ClockTicks, ConnectionExpiryReason, ConnectionTableSize, ConnectionTimeouts, decode_cookie_index,
+    encode_cookie_index, encode_syn_tsecr,
 };
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie};
@@ -18,11 +19,12 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 
 use crate::support::balancer::{
-    Balancer, ExpectedIdentification, OWN_MAC, XDP_DROP, XDP_TX, random_table, service_address,
+    ExpectedIdentification, OWN_MAC, TestBalancer, XDP_DROP, XDP_TX, random_placement_table, service_address,
 };
 use crate::support::stateful::{
-    STATEFUL_MODE, VIP, frame_with_cookie_index, ipv4_client, own_owner_number, owner_number, packet_with_cookie_index,
-    random_client, stateful_balancer, syn_frame, syn_with_tsecr, tsecr_of, tuple_to_vip,
+    STATEFUL_MODE, VIP, four_tuple_to_vip, frame_with_cookie_index, ipv4_client_endpoint, own_owner_number,
+    packet_with_cookie_index, random_client, read_tsecr, stateful_balancer, syn_frame, syn_with_tsecr,
+    table_owner_number,
 };
 use crate::support::{
     self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if, tcp_segment_sum,
@@ -34,7 +36,7 @@ fn later_packets_find_the_entry_of_a_new_connection() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(101, 0);
     let (mut balancer, ids) = stateful_balancer(4096, &mut rng);
-    balancer.lb.tick(Duration::from_millis(12_345));
+    balancer.lb.tick_packet_clock(Duration::from_millis(12_345));
     let opened_connections: Vec<_> =
         (0..500).map(|_| balancer.open_connection_with_entry(random_client(&mut rng))).collect();
     let reached_servers: BTreeSet<_> = opened_connections.iter().map(|connection| connection.server).collect();
@@ -44,10 +46,10 @@ fn later_packets_find_the_entry_of_a_new_connection() {
         assert_eq!(entry.identity.server, connection.server);
         assert_eq!(decode_cookie_index(connection.cookie_index), (own_owner_number(), entry.index.slot()));
         let connection_hash = balancer.connection_hash(connection.client);
-        let table_size = TableSize::try_from(4096).unwrap();
+        let table_size = ConnectionTableSize::try_from(4096).unwrap();
         assert_eq!(
             (entry.index.partition(), entry.identity.tag),
-            (connection_hash.partition(table_size), connection_hash.tag())
+            (connection_hash.partition(table_size), connection_hash.entry_tag())
         );
         assert_eq!((entry.packet_count, entry.byte_count), (1, syn_frame(connection.client).len() as u64));
         assert_eq!(
@@ -62,8 +64,8 @@ fn later_packets_find_the_entry_of_a_new_connection() {
     assert_eq!(entry_indexes.len(), opened_connections.len());
 
     // The result does not depend on the table, the keys or the path (fast or slow).
-    balancer.lb.tick(Duration::from_secs(20));
-    let table = random_table(PlacementRule::Table, 2, 1, &ids, &mut rng);
+    balancer.lb.tick_packet_clock(Duration::from_secs(20));
+    let table = random_placement_table(PlacementRule::Table, 2, 1, &ids, &mut rng);
     balancer.install_table(0, &table);
     balancer.set_random_keys(&mut rng);
     let unaligned_timestamp = [&[1][..], &timestamp_option(1, 0), &[0]].concat();
@@ -74,13 +76,13 @@ fn later_packets_find_the_entry_of_a_new_connection() {
         let tsecr = cookie::stamp_tsval(
             &balancer.fleet_keys,
             &support::FOREIGN_TIME_KEY,
-            &tuple_to_vip(connection.client),
+            &four_tuple_to_vip(connection.client),
             Cookie::TableIndex(connection.cookie_index),
             5,
         );
         slow_path_packet.tcp_options = unaligned_timestamp.clone();
         slow_path_packet.tcp_options[7..11].copy_from_slice(&tsecr.to_be_bytes());
-        let slow_path_frame = slow_path_packet.frame();
+        let slow_path_frame = slow_path_packet.to_frame();
         balancer.expect_sent_to(0, &slow_path_frame, connection.server, "connection_table");
         let entry = balancer.connection_entry(connection.client).unwrap();
         let forwarded_bytes = syn_frame(connection.client).len()
@@ -91,14 +93,14 @@ fn later_packets_find_the_entry_of_a_new_connection() {
     }
     // FIN and RST mark an entry as closing, and a SYN removes the mark.
     for (connection, flags) in opened_connections.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
-        let frame =
-            packet_with_cookie_index(&balancer.fleet_keys, connection.client, connection.cookie_index, flags).frame();
-        let closed_count = || balancer.lb.server_traffic(connection.server).closed_connection_count;
-        let closed_count_before = closed_count();
+        let frame = packet_with_cookie_index(&balancer.fleet_keys, connection.client, connection.cookie_index, flags)
+            .to_frame();
+        let read_closed_connection_count = || balancer.lb.server_traffic(connection.server).closed_connection_count;
+        let closed_count_before = read_closed_connection_count();
         for _ in 0..3 {
             balancer.expect_sent_to(0, &frame, connection.server, "connection_table");
         }
-        assert_eq!(closed_count(), closed_count_before + 1, "sent again it closes nothing");
+        assert_eq!(read_closed_connection_count(), closed_count_before + 1, "sent again it closes nothing");
         assert!(balancer.connection_entry(connection.client).unwrap().is_closing);
         assert_eq!(balancer.send_syn(connection.client).1, Some(connection.cookie_index));
         assert!(!balancer.connection_entry(connection.client).unwrap().is_closing);
@@ -122,7 +124,7 @@ fn server_learns_the_connection_index_at_any_option_offset() {
         let ip_options = vec![1; 4 * (round / 8 % 11)];
         // A SYN's TSecr should be 0, but some clients send another value.
         let tsecr = if round % 5 == 0 { rng.next_u32() } else { 0 };
-        let syn_with = |tsecr: u32| {
+        let syn_frame_with_tsecr = |tsecr: u32| {
             let options =
                 [&options_before[..], &timestamp_option(rng.clone().next_u32(), tsecr), options_after].concat();
             let tcp = TcpPacket {
@@ -131,11 +133,12 @@ fn server_learns_the_connection_index_at_any_option_offset() {
                 ip_options: ip_options.clone(),
                 ..TcpPacket::new(client, VIP)
             };
-            tcp.frame_with_sequence(77, 0)
+            tcp.to_frame_with_sequence(77, 0)
         };
-        let (xdp_action, forwarded_frame) = balancer.run_expecting_counter(&syn_with(tsecr), Some(0), "new_connection");
+        let (xdp_action, forwarded_frame) =
+            balancer.run_expecting_counter(&syn_frame_with_tsecr(tsecr), Some(0), "new_connection");
         let entry = balancer.connection_entry(client).expect("it got an entry");
-        let mut expected_frame = syn_with(encode_syn_tsecr(own_owner_number(), entry.index.slot()));
+        let mut expected_frame = syn_frame_with_tsecr(encode_syn_tsecr(own_owner_number(), entry.index.slot()));
         expected_frame[..6].copy_from_slice(&balancer.server_macs[&(0, entry.identity.server)].0);
         expected_frame[6..12].copy_from_slice(&OWN_MAC.0);
         assert_eq!(xdp_action, XDP_TX);
@@ -155,7 +158,7 @@ fn retransmitted_syn_gets_its_entry_while_its_server_is_eligible() {
     for _ in 0..50 {
         balancer.open_connection_with_entry(random_client(&mut rng));
     }
-    balancer.lb.tick(Duration::from_secs(3));
+    balancer.lb.tick_packet_clock(Duration::from_secs(3));
     assert_eq!(
         balancer.send_syn(first_connection.client),
         (first_connection.server, Some(first_connection.cookie_index))
@@ -202,24 +205,24 @@ fn connection_holds_one_entry_while_few_others_of_its_hash_open() {
 fn cookie_of_another_connection_is_unknown() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(104, 0);
-    let options = Options {
-        connection_table_size: TableSize::try_from(1024).unwrap(),
-        broadcast_limits: [BroadcastRateLimits::with_equal_rates(PacketRate {
+    let options = LoadBalancerOptions {
+        connection_table_size: ConnectionTableSize::try_from(1024).unwrap(),
+        broadcast_limits: [BroadcastRateLimits::with_equal_rates(PacketRateLimit {
             packets_per_second: 1,
             burst_packets: 3,
         }); intf::LIMITED_KIND_COUNT as usize],
-        ..Options::default()
+        ..LoadBalancerOptions::default()
     };
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
     let services = [(service_address(VIP), STATEFUL_MODE), (service_address(other_vip), STATEFUL_MODE)];
-    let mut balancer = Balancer::without_model(&services, options, &mut rng);
+    let mut balancer = TestBalancer::without_model(&services, options, &mut rng);
     let server_ids = balancer.replace_servers(0, 4, &mut rng);
-    let table = random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng);
+    let table = random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
     balancer.lb.set_owner_number(Some(own_owner_number()));
     let opened_connection = balancer.open_connection_with_entry(random_client(&mut rng));
     let mut unknown_count = 0;
-    let mut expect_unknown_cookie = |balancer: &Balancer, frame: &[u8]| {
+    let mut expect_unknown_cookie = |balancer: &TestBalancer, frame: &[u8]| {
         balancer.expect_broadcast_or_dropped(0, frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
         unknown_count += 1;
         assert_eq!(balancer.event_count(0, "connection_unknown"), unknown_count);
@@ -236,7 +239,8 @@ fn cookie_of_another_connection_is_unknown() {
         expect_unknown_cookie(&balancer, &frame_with_cookie_index(&balancer, opened_connection.client, cookie_index));
         expect_unknown_cookie(
             &balancer,
-            &packet_with_cookie_index(&balancer.fleet_keys, opened_connection.client, cookie_index, ACK | FIN).frame(),
+            &packet_with_cookie_index(&balancer.fleet_keys, opened_connection.client, cookie_index, ACK | FIN)
+                .to_frame(),
         );
     }
     let entry = balancer.connection_entry(opened_connection.client).unwrap();
@@ -245,14 +249,14 @@ fn cookie_of_another_connection_is_unknown() {
     let tsecr = cookie::stamp_tsval(
         &balancer.fleet_keys,
         &support::FOREIGN_TIME_KEY,
-        &tuple_to_vip(opened_connection.client),
+        &four_tuple_to_vip(opened_connection.client),
         Cookie::TableIndex(opened_connection.cookie_index),
         5,
     );
     let mut packet_to_other_vip =
         TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(opened_connection.client, VIP) };
     packet_to_other_vip.destination.set_port(other_vip.1);
-    let (_, _) = balancer.run(&packet_to_other_vip.frame());
+    let (_, _) = balancer.run_frame(&packet_to_other_vip.to_frame());
     assert_eq!(balancer.connection_entry(opened_connection.client).unwrap().packet_count, 1);
     balancer.expect_found_by_index(&opened_connection);
 
@@ -271,25 +275,26 @@ fn packet_of_another_table_goes_to_its_owner_or_is_broadcast() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(105, 0);
     let mut broadcast_limits =
-        [BroadcastRateLimits::with_equal_rates(PacketRate { packets_per_second: 1, burst_packets: 1 });
+        [BroadcastRateLimits::with_equal_rates(PacketRateLimit { packets_per_second: 1, burst_packets: 1 });
             intf::LIMITED_KIND_COUNT as usize];
     broadcast_limits[intf::LIMITED_OWNER_LOST as usize] =
-        BroadcastRateLimits::with_equal_rates(PacketRate { packets_per_second: 1, burst_packets: 40 });
-    let options = Options { broadcast_limits, ..Options::default() };
-    let mut balancer = Balancer::without_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+        BroadcastRateLimits::with_equal_rates(PacketRateLimit { packets_per_second: 1, burst_packets: 40 });
+    let options = LoadBalancerOptions { broadcast_limits, ..LoadBalancerOptions::default() };
+    let mut balancer = TestBalancer::without_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
     balancer.lb.set_owner_number(Some(own_owner_number()));
-    let (live_owner, lost_owner, unknown_owner) = (owner_number(9), owner_number(0), owner_number(15));
+    let (live_owner, lost_owner, unknown_owner) =
+        (table_owner_number(9), table_owner_number(0), table_owner_number(15));
     let owner_mac = MacAddress([2, 0, 0, 0, 9, 9]);
     balancer.lb.set_owner_mac(live_owner, Some(owner_mac));
     balancer.lb.set_owner_mac(lost_owner, None);
-    let frame_with_owner = |balancer: &Balancer, owner, rng: &mut _| {
+    let frame_with_owner = |balancer: &TestBalancer, owner, rng: &mut _| {
         frame_with_cookie_index(balancer, random_client(rng), encode_cookie_index(owner, 77))
     };
     for flags in [ACK, ACK | FIN] {
         for _ in 0..50 {
             let cookie_index = encode_cookie_index(live_owner, uniform_below(&mut rng, 1024));
             let frame =
-                packet_with_cookie_index(&balancer.fleet_keys, random_client(&mut rng), cookie_index, flags).frame();
+                packet_with_cookie_index(&balancer.fleet_keys, random_client(&mut rng), cookie_index, flags).to_frame();
             balancer.expect_sent_to_mac(&frame, owner_mac, "to_owner");
         }
     }
@@ -300,12 +305,12 @@ fn packet_of_another_table_goes_to_its_owner_or_is_broadcast() {
 
     // The burst is 40 packets, of which one is used. One more packet is allowed per second.
     let xdp_actions: Vec<i32> =
-        (0..60).map(|_| balancer.run(&frame_with_owner(&balancer, lost_owner, &mut rng)).0).collect();
+        (0..60).map(|_| balancer.run_frame(&frame_with_owner(&balancer, lost_owner, &mut rng)).0).collect();
     let broadcast_count = xdp_actions.iter().filter(|xdp_action| **xdp_action == XDP_TX).count();
     assert!((39..=45).contains(&broadcast_count), "{broadcast_count} of 60 broadcast");
     // On a slow machine the bucket may have new tokens, which the first packets use up.
-    let expect_dropped_above_rate = |balancer: &Balancer, owner, name: &str, rng: &mut _| {
-        let mut spend_tokens = (0..5).map(|_| balancer.run(&frame_with_owner(balancer, owner, rng)).0);
+    let expect_dropped_above_rate = |balancer: &TestBalancer, owner, name: &str, rng: &mut _| {
+        let mut spend_tokens = (0..5).map(|_| balancer.run_frame(&frame_with_owner(balancer, owner, rng)).0);
         assert!(spend_tokens.any(|xdp_action| xdp_action == XDP_DROP), "{name}: five of five are broadcast");
         balancer.expect_unforwarded(&frame_with_owner(balancer, owner, rng), XDP_DROP, 0, name);
     };
@@ -327,45 +332,45 @@ fn connections_are_stateless_without_an_owner_number() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(106, 0);
     let (mut balancer, ids) = stateful_balancer(1024, &mut rng);
-    balancer.lb.tick(Duration::from_secs(9));
+    balancer.lb.tick_packet_clock(Duration::from_secs(9));
     assert_eq!(balancer.lb.owner_number(), Some(own_owner_number()));
     balancer.lb.set_owner_number(None);
-    assert_eq!((balancer.lb.owner_number(), balancer.lb.packet_clock()), (None, ClockTicks(90)));
+    assert_eq!((balancer.lb.owner_number(), balancer.lb.packet_clock_ticks()), (None, ClockTicks(90)));
     for _ in 0..20 {
         let client = random_client(&mut rng);
         let (server, cookie_index) = balancer.send_syn(client);
         assert_eq!(cookie_index, None);
         // A TSecr that only a load balancer may write is not accepted from a client.
-        let forged_syn = syn_with_tsecr(client, encode_syn_tsecr(own_owner_number(), 3)).frame();
+        let forged_syn = syn_with_tsecr(client, encode_syn_tsecr(own_owner_number(), 3)).to_frame();
         let (_, forwarded_frame) = balancer.run_expecting_counter(&forged_syn, Some(0), "new_connection");
-        assert_eq!((tsecr_of(&forwarded_frame), tcp_segment_sum(&forwarded_frame)), (0, 0xffff));
+        assert_eq!((read_tsecr(&forwarded_frame), tcp_segment_sum(&forwarded_frame)), (0, 0xffff));
         balancer.expect_cookie_leads_to(client, server);
     }
     assert_eq!(balancer.lb.scan_used_entry_count(), 0);
     // A connection without timestamps gets no entry either.
     balancer.lb.set_owner_number(Some(own_owner_number()));
-    let plain_syn = TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), VIP) }.frame();
+    let plain_syn = TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), VIP) }.to_frame();
     balancer.run_expecting_counter(&plain_syn, Some(0), "bucket_hash");
     assert_eq!(balancer.lb.scan_used_entry_count(), 0);
     assert!(ids.len() > 1);
 }
 
 /// Opens a connection that gets no table entry, and asserts that a stateless cookie leads to its server.
-fn expect_stateless_cookie(balancer: &Balancer, client: (Ipv4Addr, u16)) {
+fn expect_stateless_cookie(balancer: &TestBalancer, client: (Ipv4Addr, u16)) {
     let (server, cookie_index) = balancer.send_syn(client);
     assert_eq!(cookie_index, None);
     balancer.expect_cookie_leads_to(client, server);
 }
 
 /// Frees the entries of half-open connections, which have had a single packet. Returns the number of freed entries.
-fn free_half_open_connections(balancer: &mut Balancer) -> usize {
+fn free_half_open_connections(balancer: &mut TestBalancer) -> usize {
     let mut freed_count = 0;
     for _ in 0..2 {
         let due_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 1024);
         assert!(
             due_connections
                 .iter()
-                .all(|(connection, reason)| *reason == ExpiryReason::HalfOpen && connection.packet_count == 1)
+                .all(|(connection, reason)| *reason == ConnectionExpiryReason::HalfOpen && connection.packet_count == 1)
         );
         let connections_to_free: Vec<_> = due_connections.into_iter().map(|(connection, _)| connection).collect();
         freed_count += balancer.lb.free_connections(&connections_to_free).unwrap();
@@ -388,9 +393,9 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
 
     let mut refused_count = 0;
     for _ in 0..5000 {
-        let (xdp_action, forwarded_frame) = balancer.run(&syn_frame(random_client(&mut rng)));
+        let (xdp_action, forwarded_frame) = balancer.run_frame(&syn_frame(random_client(&mut rng)));
         assert_eq!(xdp_action, XDP_TX);
-        refused_count += u64::from(tsecr_of(&forwarded_frame) == 0);
+        refused_count += u64::from(read_tsecr(&forwarded_frame) == 0);
     }
     assert_eq!(refused_count, 5000 - (2048 - 700));
     assert_eq!(balancer.lb.scan_used_entry_count(), 2048, "every partition is full");
@@ -404,9 +409,9 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
     expect_stateless_cookie(&balancer, late_client);
 
     // After ten seconds, the flood's entries may be freed without querying an agent.
-    balancer.lb.tick(Duration::from_millis(9_900));
+    balancer.lb.tick_packet_clock(Duration::from_millis(9_900));
     assert_eq!(balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 2048), []);
-    balancer.lb.tick(Duration::from_secs(10));
+    balancer.lb.tick_packet_clock(Duration::from_secs(10));
     let freed_count = free_half_open_connections(&mut balancer);
     assert_eq!((freed_count, balancer.lb.scan_used_entry_count()), (2048 - 700, 700));
     genuine_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
@@ -450,31 +455,35 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(109, 0);
     let (mut balancer, _) = stateful_balancer(4096, &mut rng);
-    balancer.lb.tick(Duration::ZERO);
+    balancer.lb.tick_packet_clock(Duration::ZERO);
     let [half_open, closing, idle] = [(); 3].map(|()| balancer.open_connection_with_entry(random_client(&mut rng)));
     balancer.expect_found_by_index(&idle);
     let fin_frame =
-        packet_with_cookie_index(&balancer.fleet_keys, closing.client, closing.cookie_index, ACK | FIN).frame();
+        packet_with_cookie_index(&balancer.fleet_keys, closing.client, closing.cookie_index, ACK | FIN).to_frame();
     balancer.expect_sent_to(0, &fin_frame, closing.server, "connection_table");
-    let connections_expired_after = |balancer: &mut Balancer, seconds| -> BTreeMap<_, ExpiryReason> {
-        balancer.lb.tick(Duration::from_secs(seconds));
+    let connections_expired_after = |balancer: &mut TestBalancer, seconds| -> BTreeMap<_, ConnectionExpiryReason> {
+        balancer.lb.tick_packet_clock(Duration::from_secs(seconds));
         let expired_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 4096);
-        expired_connections.iter().map(|(connection, reason)| (ipv4_client(connection), *reason)).collect()
+        expired_connections.iter().map(|(connection, reason)| (ipv4_client_endpoint(connection), *reason)).collect()
     };
-    let expected_set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, ExpiryReason>>();
+    let reasons_by_client =
+        |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, ConnectionExpiryReason>>();
     let (half_open_due, closing_due, idle_due) = (
-        (half_open.client, ExpiryReason::HalfOpen),
-        (closing.client, ExpiryReason::Closing),
-        (idle.client, ExpiryReason::Idle),
+        (half_open.client, ConnectionExpiryReason::HalfOpen),
+        (closing.client, ConnectionExpiryReason::Closing),
+        (idle.client, ConnectionExpiryReason::Idle),
     );
-    assert_eq!(connections_expired_after(&mut balancer, 9), expected_set(&[]));
-    assert_eq!(connections_expired_after(&mut balancer, 10), expected_set(&[half_open_due]));
-    assert_eq!(connections_expired_after(&mut balancer, 60), expected_set(&[half_open_due, closing_due]));
-    assert_eq!(connections_expired_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due, idle_due]));
+    assert_eq!(connections_expired_after(&mut balancer, 9), reasons_by_client(&[]));
+    assert_eq!(connections_expired_after(&mut balancer, 10), reasons_by_client(&[half_open_due]));
+    assert_eq!(connections_expired_after(&mut balancer, 60), reasons_by_client(&[half_open_due, closing_due]));
+    assert_eq!(
+        connections_expired_after(&mut balancer, 300),
+        reasons_by_client(&[half_open_due, closing_due, idle_due])
+    );
     balancer.expect_found_by_index(&idle);
-    assert_eq!(connections_expired_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due]));
+    assert_eq!(connections_expired_after(&mut balancer, 300), reasons_by_client(&[half_open_due, closing_due]));
     balancer.lb.remove_server(balancer.service_indexes[0], idle.server);
-    assert_eq!(connections_expired_after(&mut balancer, 300)[&idle.client], ExpiryReason::ServerGone);
+    assert_eq!(connections_expired_after(&mut balancer, 300)[&idle.client], ConnectionExpiryReason::ServerGone);
 }
 
 #[test]

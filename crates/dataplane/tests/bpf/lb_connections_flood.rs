@@ -7,31 +7,31 @@ use coreward_model::connection_table::{Connection, ConnectionTimeouts, source_pr
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, XDP_TX};
-use crate::support::stateful::{cookie_index_of, frame_with_cookie_index, stateful_balancer, syn_frame};
+use crate::support::balancer::{TestBalancer, XDP_TX};
+use crate::support::stateful::{frame_with_cookie_index, read_cookie_index, stateful_balancer, syn_frame};
 use crate::support::{missing_bpf_rights, skip_if};
 
-const ENTRY_COUNT: u32 = 16_384;
+const CONNECTION_ENTRY_COUNT: u32 = 16_384;
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of ticks in which the whole connection table is searched for expired connections.
 const TICKS_PER_SWEEP: u32 = 10;
 const TICKS_PER_RECOUNT: u32 = 100;
 /// Number of SYNs per tick in a flood that would fill the table in two seconds.
-const FLOOD_SYNS_PER_TICK: u32 = ENTRY_COUNT / 20;
+const FLOOD_SYNS_PER_TICK: u32 = CONNECTION_ENTRY_COUNT / 20;
 const GENUINE_SYNS_PER_TICK: u32 = 10;
 
 /// Sends a SYN. Returns the entry's index for cookies, or `None` if the connection got no table entry.
-fn open_connection(balancer: &Balancer, client: (Ipv4Addr, u16)) -> Option<u16> {
-    let (xdp_action, forwarded_frame) = balancer.run(&syn_frame(client));
+fn open_connection(balancer: &TestBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
+    let (xdp_action, forwarded_frame) = balancer.run_frame(&syn_frame(client));
     assert_eq!(xdp_action, XDP_TX);
-    cookie_index_of(&forwarded_frame)
+    read_cookie_index(&forwarded_frame)
 }
 
 /// Searches the next part of the table for expired connections, and frees their entries.
-fn free_due_connections(balancer: &mut Balancer, timers: &ConnectionTimeouts) {
+fn free_due_connections(balancer: &mut TestBalancer, timers: &ConnectionTimeouts) {
     let due_connections: Vec<Connection> = balancer
         .lb
-        .scan_expired_connections(timers, ENTRY_COUNT / TICKS_PER_SWEEP)
+        .scan_expired_connections(timers, CONNECTION_ENTRY_COUNT / TICKS_PER_SWEEP)
         .into_iter()
         .map(|(connection, _)| connection)
         .collect();
@@ -39,8 +39,8 @@ fn free_due_connections(balancer: &mut Balancer, timers: &ConnectionTimeouts) {
 }
 
 /// Returns the longest time that has passed since a connection's last packet, or `None` if there are no connections.
-fn age_of_oldest_connection(balancer: &Balancer) -> Option<Duration> {
-    let clock = balancer.lb.packet_clock();
+fn age_of_oldest_connection(balancer: &TestBalancer) -> Option<Duration> {
+    let clock = balancer.lb.packet_clock_ticks();
     balancer
         .lb
         .connections(balancer.service_indexes[0])
@@ -52,14 +52,14 @@ fn age_of_oldest_connection(balancer: &Balancer) -> Option<Duration> {
 fn flood_of_one_prefix_leaves_entries_and_expires_on_time() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(131, 0);
-    let (mut balancer, _) = stateful_balancer(ENTRY_COUNT.into(), &mut rng);
+    let (mut balancer, _) = stateful_balancer(CONNECTION_ENTRY_COUNT.into(), &mut rng);
     let (timers, prefix) = (ConnectionTimeouts::default(), Ipv4Addr::new(192, 0, 2, 0));
     let hash_key = balancer.lb.connection_hash_key();
     let source_shard_of = |address: Ipv4Addr| source_prefix_counter_index(&hash_key, address.into());
     let (mut now, mut refused_count) = (Duration::from_secs(1000), 0);
     for tick in 0..250u32 {
         now += TICK_INTERVAL;
-        balancer.lb.tick(now);
+        balancer.lb.tick_packet_clock(now);
         balancer.lb.update_source_prefix_limit();
         for n in 0..FLOOD_SYNS_PER_TICK {
             let syn_number = tick * FLOOD_SYNS_PER_TICK + n;
@@ -76,7 +76,10 @@ fn flood_of_one_prefix_leaves_entries_and_expires_on_time() {
         }
         let used_entries = balancer.lb.scan_used_entry_count();
         assert_eq!(balancer.lb.used_entry_count(), used_entries as u64, "the gauge is of now");
-        assert!(used_entries < ENTRY_COUNT as usize * 3 / 10, "{used_entries} entries in use after {tick} beats");
+        assert!(
+            used_entries < CONNECTION_ENTRY_COUNT as usize * 3 / 10,
+            "{used_entries} entries in use after {tick} beats"
+        );
         free_due_connections(&mut balancer, &timers);
         let oldest_connection_age = age_of_oldest_connection(&balancer);
         assert!(
@@ -99,36 +102,37 @@ fn table_percentage_held_by_prefix(
     completes_handshakes: bool,
 ) -> f64 {
     let mut rng = seeded_rng(132, 0);
-    let (mut balancer, _) = stateful_balancer(ENTRY_COUNT.into(), &mut rng);
+    let (mut balancer, _) = stateful_balancer(CONNECTION_ENTRY_COUNT.into(), &mut rng);
     let timeouts = ConnectionTimeouts::default();
     let mut now = Duration::from_secs(1000);
     for tick in 0..tick_count {
         now += TICK_INTERVAL;
-        balancer.lb.tick(now);
+        balancer.lb.tick_packet_clock(now);
         if tick % TICKS_PER_RECOUNT == 0 {
             balancer.lb.recount_connections();
         }
         balancer.lb.update_source_prefix_limit();
         for n in tick * syns_per_tick..(tick + 1) * syns_per_tick {
             let client = (Ipv4Addr::from(0xc000_0200 + n % address_count), (n / address_count) as u16);
-            let (_, forwarded_frame) = balancer.run(&syn_frame(client));
-            if let Some(cookie_index) = cookie_index_of(&forwarded_frame).filter(|_| completes_handshakes) {
-                balancer.run(&frame_with_cookie_index(&balancer, client, cookie_index));
+            let (_, forwarded_frame) = balancer.run_frame(&syn_frame(client));
+            if let Some(cookie_index) = read_cookie_index(&forwarded_frame).filter(|_| completes_handshakes) {
+                balancer.run_frame(&frame_with_cookie_index(&balancer, client, cookie_index));
             }
         }
-        let expired_connections = balancer.lb.scan_expired_connections(&timeouts, ENTRY_COUNT / TICKS_PER_SWEEP);
+        let expired_connections =
+            balancer.lb.scan_expired_connections(&timeouts, CONNECTION_ENTRY_COUNT / TICKS_PER_SWEEP);
         let connections_to_free: Vec<Connection> =
             expired_connections.into_iter().map(|(connection, _)| connection).collect();
         balancer.lb.free_connections(&connections_to_free).unwrap();
     }
-    balancer.lb.scan_used_entry_count() as f64 * 100.0 / f64::from(ENTRY_COUNT)
+    balancer.lb.scan_used_entry_count() as f64 * 100.0 / f64::from(CONNECTION_ENTRY_COUNT)
 }
 
 #[test]
 fn one_prefix_holds_at_most_a_quarter_of_the_table() {
     skip_if!(missing_bpf_rights());
     // The number of SYNs per tick is scaled to this table from 1.9 million a second for a table of 262,144 entries.
-    let flood_syns_per_tick = (190_000 / (262_144 / u64::from(ENTRY_COUNT))) as u32;
+    let flood_syns_per_tick = (190_000 / (262_144 / u64::from(CONNECTION_ENTRY_COUNT))) as u32;
     let table_percentages = [
         ("one address", table_percentage_held_by_prefix(1, flood_syns_per_tick, 20, false)),
         ("a /24", table_percentage_held_by_prefix(256, flood_syns_per_tick, 20, false)),

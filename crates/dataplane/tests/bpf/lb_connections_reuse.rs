@@ -3,35 +3,35 @@
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::Options;
-use coreward_model::connection_table::{ClockTicks, Connection, ConnectionTimeouts, TableSize};
+use coreward_dataplane::lb::LoadBalancerOptions;
+use coreward_model::connection_table::{ClockTicks, Connection, ConnectionTableSize, ConnectionTimeouts};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng;
 
-use crate::support::balancer::{Balancer, ExpectedIdentification, random_table, service_address};
+use crate::support::balancer::{ExpectedIdentification, TestBalancer, random_placement_table, service_address};
 use crate::support::stateful::{
-    ClientEndpoint, EstablishedConnection, STATEFUL_MODE, VIP, frame_with_cookie_index, ipv4_client, own_owner_number,
-    packet_with_cookie_index, random_client, stateful_balancer,
+    ClientEndpoint, EstablishedConnection, STATEFUL_MODE, VIP, frame_with_cookie_index, ipv4_client_endpoint,
+    own_owner_number, packet_with_cookie_index, random_client, stateful_balancer,
 };
 use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
-const ENTRY_COUNT: u64 = 2048;
+const CONNECTION_ENTRY_COUNT: u64 = 2048;
 /// Number of new connections that together examine every entry of a partition, because each examines 4 of 1024 entries.
 const CONNECTIONS_TO_EXAMINE_PARTITION: usize = 1024 / 4;
 
 /// Returns a load balancer with a full connection table, and the connections, whose last packets were at `start`.
-fn balancer_with_full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<EstablishedConnection>) {
-    let (mut balancer, _) = stateful_balancer(ENTRY_COUNT, rng);
-    balancer.lb.tick(start);
+fn balancer_with_full_table(start: Duration, rng: &mut impl Rng) -> (TestBalancer, Vec<EstablishedConnection>) {
+    let (mut balancer, _) = stateful_balancer(CONNECTION_ENTRY_COUNT, rng);
+    balancer.lb.tick_packet_clock(start);
     let opened_connections = fill_table(&balancer, rng);
     (balancer, opened_connections)
 }
 
 /// Opens connections until no entry is free. Returns the connections that got an entry.
-fn fill_table(balancer: &Balancer, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
+fn fill_table(balancer: &TestBalancer, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
     let mut opened_connections = Vec::new();
-    while balancer.lb.scan_used_entry_count() < ENTRY_COUNT as usize {
+    while balancer.lb.scan_used_entry_count() < CONNECTION_ENTRY_COUNT as usize {
         let client = random_client(rng);
         let (server, number) = balancer.send_syn(client);
         opened_connections.extend(number.map(|number| EstablishedConnection { client, server, cookie_index: number }));
@@ -40,7 +40,11 @@ fn fill_table(balancer: &Balancer, rng: &mut impl Rng) -> Vec<EstablishedConnect
 }
 
 /// Opens `connection_count` connections. Returns the connections that got an entry.
-fn open_connections(balancer: &Balancer, connection_count: usize, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
+fn open_connections(
+    balancer: &TestBalancer,
+    connection_count: usize,
+    rng: &mut impl Rng,
+) -> Vec<EstablishedConnection> {
     let open_new_connection = |client: ClientEndpoint| {
         let (server, number) = balancer.send_syn(client);
         number.map(|number| EstablishedConnection { client, server, cookie_index: number })
@@ -55,9 +59,9 @@ fn new_connection_reuses_expired_entry_if_sweeps_stop() {
     let start_time = Duration::from_secs(1000);
     let (mut balancer, initial_connections) = balancer_with_full_table(start_time, &mut rng);
     let full_table_count = balancer.event_count(0, "connection_table_full");
-    balancer.lb.tick(start_time + Duration::from_millis(9900));
+    balancer.lb.tick_packet_clock(start_time + Duration::from_millis(9900));
     assert_eq!(open_connections(&balancer, 100, &mut rng).len(), 0, "a SYN may be sent again until then");
-    balancer.lb.tick(start_time + ConnectionTimeouts::default().half_open);
+    balancer.lb.tick_packet_clock(start_time + ConnectionTimeouts::default().half_open);
     let new_connections = open_connections(&balancer, 200, &mut rng);
     assert_eq!(new_connections.len(), 200);
     assert_eq!(
@@ -68,7 +72,7 @@ fn new_connection_reuses_expired_entry_if_sweeps_stop() {
     new_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
     assert_eq!(
         (balancer.lb.used_entry_count(), balancer.lb.scan_used_entry_count()),
-        (ENTRY_COUNT, ENTRY_COUNT as usize)
+        (CONNECTION_ENTRY_COUNT, CONNECTION_ENTRY_COUNT as usize)
     );
     let lost_connections: Vec<_> = initial_connections
         .iter()
@@ -90,7 +94,7 @@ fn open_connections_lose_entries_only_if_sweeps_stop() {
     for connection in closing_connections {
         let fin_frame =
             packet_with_cookie_index(&balancer.fleet_keys, connection.client, connection.cookie_index, ACK | FIN)
-                .frame();
+                .to_frame();
         balancer.expect_sent_to(0, &fin_frame, connection.server, "connection_table");
     }
     // Cases have the time since the last packet, whether user space has just swept, and how many entries may be reused.
@@ -104,7 +108,7 @@ fn open_connections_lose_entries_only_if_sweeps_stop() {
         (timers.idle + Duration::from_secs(60), false, live_connections.len()),
     ];
     for (idle_time, is_swept, expected_count) in cases {
-        balancer.lb.tick(start_time + idle_time);
+        balancer.lb.tick_packet_clock(start_time + idle_time);
         if is_swept {
             balancer.lb.scan_expired_connections(&timers, 0);
         }
@@ -120,27 +124,31 @@ fn reused_entry_counts_for_its_new_source_prefix() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(143, 0);
     let start_time = Duration::from_secs(1000);
-    let (mut balancer, _) = stateful_balancer(ENTRY_COUNT, &mut rng);
-    balancer.lb.tick(start_time);
-    let flood_client = |number: u32| (Ipv4Addr::from(0xc000_0200 + number % 256), (number / 256) as u16);
+    let (mut balancer, _) = stateful_balancer(CONNECTION_ENTRY_COUNT, &mut rng);
+    balancer.lb.tick_packet_clock(start_time);
+    let flood_client_endpoint = |number: u32| (Ipv4Addr::from(0xc000_0200 + number % 256), (number / 256) as u16);
     for number in 0..20_000 {
-        balancer.send_syn(flood_client(number));
+        balancer.send_syn(flood_client_endpoint(number));
     }
-    assert_eq!(balancer.lb.scan_used_entry_count(), ENTRY_COUNT as usize, "one prefix holds all: no limit is set yet");
+    assert_eq!(
+        balancer.lb.scan_used_entry_count(),
+        CONNECTION_ENTRY_COUNT as usize,
+        "one prefix holds all: no limit is set yet"
+    );
     balancer.lb.update_source_prefix_limit();
-    balancer.lb.tick(start_time + ConnectionTimeouts::default().half_open);
-    assert_eq!(balancer.send_syn(flood_client(20_000)).1, None);
+    balancer.lb.tick_packet_clock(start_time + ConnectionTimeouts::default().half_open);
+    assert_eq!(balancer.send_syn(flood_client_endpoint(20_000)).1, None);
     assert_eq!(balancer.event_count(0, "connection_source_limited"), 1, "a full table gives each prefix one entry");
-    let is_from_flood = |connection: &Connection| ipv4_client(connection).0.octets()[..3] == [192, 0, 2];
+    let is_from_flood = |connection: &Connection| ipv4_client_endpoint(connection).0.octets()[..3] == [192, 0, 2];
     while balancer.lb.connections(balancer.service_indexes[0]).any(|connection| is_from_flood(&connection)) {
         balancer.send_syn(random_client(&mut rng));
     }
-    balancer.lb.tick(start_time + 2 * ConnectionTimeouts::default().half_open);
-    assert!(balancer.send_syn(flood_client(20_001)).1.is_some(), "the prefix holds none");
-    assert_eq!(balancer.send_syn(flood_client(20_002)).1, None, "it holds one");
+    balancer.lb.tick_packet_clock(start_time + 2 * ConnectionTimeouts::default().half_open);
+    assert!(balancer.send_syn(flood_client_endpoint(20_001)).1.is_some(), "the prefix holds none");
+    assert_eq!(balancer.send_syn(flood_client_endpoint(20_002)).1, None, "it holds one");
     assert_eq!(
         (balancer.lb.used_entry_count(), balancer.lb.scan_used_entry_count()),
-        (ENTRY_COUNT, ENTRY_COUNT as usize)
+        (CONNECTION_ENTRY_COUNT, CONNECTION_ENTRY_COUNT as usize)
     );
 }
 
@@ -148,26 +156,26 @@ fn reused_entry_counts_for_its_new_source_prefix() {
 fn packets_update_the_clock_without_a_daemon() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(144, 0);
-    let options = Options {
-        connection_table_size: TableSize::try_from(1024).unwrap(),
+    let options = LoadBalancerOptions {
+        connection_table_size: ConnectionTableSize::try_from(1024).unwrap(),
         packets_read_clock: true,
-        ..Options::default()
+        ..LoadBalancerOptions::default()
     };
-    let mut balancer = Balancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
     let server_ids = balancer.replace_servers(0, 3, &mut rng);
-    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
+    balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     balancer.lb.set_owner_number(Some(own_owner_number()));
     let (connection, start_time) = (balancer.open_connection_with_entry(random_client(&mut rng)), Instant::now());
-    let first_time = balancer.lb.packet_clock();
+    let first_time = balancer.lb.packet_clock_ticks();
     assert_ne!(first_time, ClockTicks(0), "the SYN read the clock");
     while start_time.elapsed() < Duration::from_secs(1) {
         balancer.expect_found_by_index(&connection);
     }
-    let elapsed_ticks = balancer.lb.packet_clock().saturating_duration_since(first_time);
+    let elapsed_ticks = balancer.lb.packet_clock_ticks().saturating_duration_since(first_time);
     assert!(
         elapsed_ticks >= Duration::from_millis(900)
             && elapsed_ticks <= start_time.elapsed() + Duration::from_millis(200),
         "{elapsed_ticks:?}"
     );
-    assert_eq!(balancer.connection_entry(connection.client).unwrap().last_packet_at, balancer.lb.packet_clock());
+    assert_eq!(balancer.connection_entry(connection.client).unwrap().last_packet_at, balancer.lb.packet_clock_ticks());
 }

@@ -4,18 +4,19 @@
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate, Server};
+use coreward_dataplane::lb::{BroadcastRateLimits, LoadBalancerOptions, PacketRateLimit, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
+use coreward_model::placement::{PlacementRule, PlacementTable, PlacementTableState};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
 use crate::support::balancer::{
-    Balancer, ExpectedIdentification, VIP, XDP_DROP, XDP_TX, random_client, random_table, service_address, tuple_to_vip,
+    ExpectedIdentification, TestBalancer, VIP, XDP_DROP, XDP_TX, four_tuple_to_vip, random_client,
+    random_placement_table, service_address,
 };
 use crate::support::{
     self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if, timestamp_option,
@@ -23,14 +24,14 @@ use crate::support::{
 
 fn syn_frame(client: (Ipv4Addr, u16)) -> Vec<u8> {
     let options = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option(77, 0), &[1, 3, 3, 7]].concat();
-    TcpPacket { flags: SYN, tcp_options: options, payload: vec![], ..TcpPacket::new(client, VIP) }.frame()
+    TcpPacket { flags: SYN, tcp_options: options, payload: vec![], ..TcpPacket::new(client, VIP) }.to_frame()
 }
 
 #[test]
 fn new_connections_go_to_the_models_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(1, 0);
-    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let mut balancer = TestBalancer::new(&[VIP], &mut rng);
     let mut clients = HashSet::new();
     let mut generation = 0;
     // The rules are in the outer loop, because each rule needs another variant of the program.
@@ -40,8 +41,8 @@ fn new_connections_go_to_the_models_server() {
             let server_ids = balancer.replace_servers(0, server_count, &mut rng);
             let group_count = 1 + round % intf::MAX_RSS_GROUPS as usize;
             generation += 1;
-            let table = random_table(rule, generation, group_count, &server_ids, &mut rng);
-            let mut placement_state = PlacementState::for_table(&table);
+            let table = random_placement_table(rule, generation, group_count, &server_ids, &mut rng);
+            let mut placement_state = PlacementTableState::for_table(&table);
             // The round robin counter continues from table to table.
             placement_state.round_robin_counter = balancer.round_robin_count;
             balancer.install_table(0, &table);
@@ -51,7 +52,7 @@ fn new_connections_go_to_the_models_server() {
                     continue;
                 }
                 let chosen_server =
-                    table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
+                    table.select_server(&mut placement_state, &four_tuple_to_vip(client)).expect("there are members");
                 balancer.expect_sent_to(0, &syn_frame(client), chosen_server, "new_connection");
             }
             balancer.round_robin_count = placement_state.round_robin_counter;
@@ -63,16 +64,16 @@ fn new_connections_go_to_the_models_server() {
 fn connection_without_timestamps_stays_at_its_buckets_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(2, 0);
-    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let mut balancer = TestBalancer::new(&[VIP], &mut rng);
     let server_ids = balancer.replace_servers(0, 7, &mut rng);
     for (generation, rule) in PlacementRule::ALL.into_iter().enumerate() {
-        let table = random_table(rule, generation as u64, 2, &server_ids, &mut rng);
+        let table = random_placement_table(rule, generation as u64, 2, &server_ids, &mut rng);
         balancer.install_table(0, &table);
         for _ in 0..200 {
             let client = random_client(&mut rng);
-            let chosen_server = table.consistent_server(&tuple_to_vip(client)).expect("one per bucket");
+            let chosen_server = table.consistent_server(&four_tuple_to_vip(client)).expect("one per bucket");
             let previous_server_identification = ExpectedIdentification::PreviousServer(
-                support::balancer::previous_server(&table, &tuple_to_vip(client)),
+                support::balancer::previous_server(&table, &four_tuple_to_vip(client)),
             );
             let inserted_count_before = balancer.event_count(0, "flow_inserted");
             // The first packet that is not a SYN enters the connection into the flow table.
@@ -84,7 +85,7 @@ fn connection_without_timestamps_stays_at_its_buckets_server() {
                 (RST, vec![], "flow_table", 1),
             ];
             for (flags, options, name, inserted_count) in flags_and_options {
-                let frame = TcpPacket { flags, tcp_options: options, ..TcpPacket::new(client, VIP) }.frame();
+                let frame = TcpPacket { flags, tcp_options: options, ..TcpPacket::new(client, VIP) }.to_frame();
                 balancer.expect_sent_with_identification(
                     0,
                     &frame,
@@ -98,13 +99,13 @@ fn connection_without_timestamps_stays_at_its_buckets_server() {
     }
     // Packets to an unresolved server are dropped, because no other server has the connection.
     let client = random_client(&mut rng);
-    let chosen_server = newest_table(&balancer).consistent_server(&tuple_to_vip(client)).unwrap();
+    let chosen_server = newest_placement_table(&balancer).consistent_server(&four_tuple_to_vip(client)).unwrap();
     balancer.lb.set_server(balancer.service_indexes[0], chosen_server, Server { mac: None, is_eligible: true });
-    let frame = TcpPacket::new(client, VIP).frame();
+    let frame = TcpPacket::new(client, VIP).to_frame();
     balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
 }
 
-fn newest_table(balancer: &Balancer) -> PlacementTable {
+fn newest_placement_table(balancer: &TestBalancer) -> PlacementTable {
     balancer.newest_table.clone().expect("a table was installed")
 }
 
@@ -112,25 +113,25 @@ fn newest_table(balancer: &Balancer) -> PlacementTable {
 fn established_packets_follow_the_cookie_not_the_table() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(3, 0);
-    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let mut balancer = TestBalancer::new(&[VIP], &mut rng);
     let server_ids = balancer.replace_servers(0, 300, &mut rng);
     for round in 0..3000 {
         if round % 500 == 0 {
             balancer.set_random_keys(&mut rng);
             let rule = PlacementRule::ALL[round / 500 % 4];
-            let table = random_table(rule, round as u64 + 1, 1, &server_ids, &mut rng);
+            let table = random_placement_table(rule, round as u64 + 1, 1, &server_ids, &mut rng);
             balancer.install_table(0, &table);
         }
         let client = random_client(&mut rng);
         let server = server_ids[uniform_below(&mut rng, server_ids.len() as u32) as usize];
-        let tsecr = balancer.stamp_by_random_key(&tuple_to_vip(client), server, &mut rng);
+        let tsecr = balancer.stamp_by_random_key(&four_tuple_to_vip(client), server, &mut rng);
         // The timestamp has aligned and other offsets. Packets have IP options, and come with and without payload.
         let aligned_option = aligned_timestamp_option(rng.next_u32(), tsecr);
         let timestamp_option = timestamp_option(rng.next_u32(), tsecr);
         let unaligned_option = [&[1][..], &timestamp_option, &[0]].concat();
         let timestamp_after_other_options = [&[254, 5, 1, 2, 3, 2, 4, 0, 0, 1, 1, 1][..], &timestamp_option].concat();
         let timestamp_after_unknown_option = [&[5, 10, 0, 0, 0, 1, 0, 0, 0, 9][..], &timestamp_option].concat();
-        let possible_flags = [ACK, ACK | FIN, ACK | RST, RST, ACK | 0x08, ACK | 0x20 | 0xc0];
+        let possible_tcp_flags = [ACK, ACK | FIN, ACK | RST, RST, ACK | 0x08, ACK | 0x20 | 0xc0];
         for options in [
             aligned_option.clone(),
             unaligned_option,
@@ -138,11 +139,11 @@ fn established_packets_follow_the_cookie_not_the_table() {
             timestamp_after_unknown_option,
             aligned_option,
         ] {
-            let flags = possible_flags[uniform_below(&mut rng, possible_flags.len() as u32) as usize];
+            let flags = possible_tcp_flags[uniform_below(&mut rng, possible_tcp_flags.len() as u32) as usize];
             let payload = vec![0x5a; uniform_below(&mut rng, 1400) as usize];
             let ip_options = vec![1; 4 * uniform_below(&mut rng, 2) as usize * uniform_below(&mut rng, 11) as usize];
-            let frame =
-                TcpPacket { flags, tcp_options: options, payload, ip_options, ..TcpPacket::new(client, VIP) }.frame();
+            let frame = TcpPacket { flags, tcp_options: options, payload, ip_options, ..TcpPacket::new(client, VIP) }
+                .to_frame();
             balancer.expect_sent_to(0, &frame, server, "established");
         }
     }
@@ -152,7 +153,7 @@ fn established_packets_follow_the_cookie_not_the_table() {
 fn random_tsecr_values_have_the_models_outcome() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(4, 0);
-    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let mut balancer = TestBalancer::new(&[VIP], &mut rng);
     // A quarter of all ids are known servers, half of which have a MAC address.
     let server_ids = balancer.replace_servers(0, 4096, &mut rng);
     let unresolved_ids: HashSet<ServerId> = server_ids.iter().copied().step_by(2).collect();
@@ -165,8 +166,8 @@ fn random_tsecr_values_have_the_models_outcome() {
         let client = random_client(&mut rng);
         let tsecr = rng.next_u32();
         let frame =
-            TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.frame();
-        match cookie::decode_cookie(&balancer.fleet_keys, &tuple_to_vip(client), tsecr) {
+            TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.to_frame();
+        match cookie::decode_cookie(&balancer.fleet_keys, &four_tuple_to_vip(client), tsecr) {
             Cookie::Server(server) if unresolved_ids.contains(&server) => {
                 packet_counts_by_outcome[0] += 1;
                 balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
@@ -193,10 +194,10 @@ fn random_tsecr_values_have_the_models_outcome() {
 fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(5, 0);
-    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let mut balancer = TestBalancer::new(&[VIP], &mut rng);
     let server_ids = balancer.replace_servers(0, 8, &mut rng);
     for (generation, rule) in PlacementRule::ALL.into_iter().enumerate() {
-        let table = random_table(rule, generation as u64 + 10, 1, &server_ids, &mut rng);
+        let table = random_placement_table(rule, generation as u64 + 10, 1, &server_ids, &mut rng);
         balancer.install_table(0, &table);
         let mut moved_connection_count = 0;
         for _ in 0..100 {
@@ -216,7 +217,7 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
     }
     // Under a new table, the retransmission is placed again. By then the round robin counter has grown.
     let client = random_client(&mut rng);
-    let table = random_table(PlacementRule::RoundRobin, 20, 1, &server_ids, &mut rng);
+    let table = random_placement_table(PlacementRule::RoundRobin, 20, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
     let first_destination = balancer.forward_frame(&syn_frame(client));
     balancer.install_table(0, &PlacementTable { generation: 21, ..table });
@@ -227,7 +228,7 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
 fn new_connections_avoid_ineligible_servers() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(6, 0);
-    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let mut balancer = TestBalancer::new(&[VIP], &mut rng);
     let server_ids = balancer.replace_servers(0, 10, &mut rng);
     let service_index = balancer.service_indexes[0];
     // Only two of ten servers take new connections. The others are removed, draining or unresolved.
@@ -244,7 +245,7 @@ fn new_connections_avoid_ineligible_servers() {
     }
     let eligible_macs = eligible_ids.map(|server| balancer.server_macs[&(0, server)]);
     for (generation, rule) in PlacementRule::ALL.into_iter().enumerate() {
-        let table = random_table(rule, generation as u64 + 1, 1, &server_ids, &mut rng);
+        let table = random_placement_table(rule, generation as u64 + 1, 1, &server_ids, &mut rng);
         balancer.install_table(0, &table);
         let mut reached_macs = HashSet::new();
         for _ in 0..100 {
@@ -264,18 +265,18 @@ fn new_connections_avoid_ineligible_servers() {
 fn new_connection_without_table_or_members_is_dropped() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(7, 0);
-    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let mut balancer = TestBalancer::new(&[VIP], &mut rng);
     let some_client = random_client(&mut rng);
     balancer.expect_unforwarded(&syn_frame(some_client), XDP_DROP, 0, "drop_no_eligible_server");
-    balancer.expect_unforwarded(&TcpPacket::new(some_client, VIP).frame(), XDP_DROP, 0, "drop_no_eligible_server");
+    balancer.expect_unforwarded(&TcpPacket::new(some_client, VIP).to_frame(), XDP_DROP, 0, "drop_no_eligible_server");
     let server_ids = balancer.replace_servers(0, 4, &mut rng);
-    let mut table = random_table(PlacementRule::LeastAssigned, 1, 1, &server_ids, &mut rng);
+    let mut table = random_placement_table(PlacementRule::LeastAssigned, 1, 1, &server_ids, &mut rng);
     table.members.clear();
     table.consistent_servers.clear();
     table.previous_consistent_servers.clear();
     balancer.install_table(0, &table);
     balancer.expect_unforwarded(&syn_frame(some_client), XDP_DROP, 0, "drop_no_eligible_server");
-    assert_eq!(balancer.lb.table_generation(balancer.service_indexes[0]), None);
+    assert_eq!(balancer.lb.placement_table_generation(balancer.service_indexes[0]), None);
 }
 
 #[test]
@@ -283,23 +284,24 @@ fn services_have_separate_servers_and_tables() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(8, 0);
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
-    let mut balancer = Balancer::new(&[VIP, other_vip], &mut rng);
+    let mut balancer = TestBalancer::new(&[VIP, other_vip], &mut rng);
     let first_servers = balancer.replace_servers(0, 3, &mut rng);
     let second_servers = balancer.replace_servers(1, 3, &mut rng);
     let tables = [(0, PlacementRule::Table, &first_servers), (1, PlacementRule::PowerOfTwo, &second_servers)]
-        .map(|(service, rule, ids)| (service, random_table(rule, 1, 1, ids, &mut rng)));
+        .map(|(service, rule, ids)| (service, random_placement_table(rule, 1, 1, ids, &mut rng)));
     for (service, table) in &tables {
         balancer.install_table(*service, table);
     }
     for (service, table) in &tables {
         let vip = [VIP, other_vip][*service];
-        let mut placement_state = PlacementState::for_table(table);
+        let mut placement_state = PlacementTableState::for_table(table);
         for _ in 0..200 {
             let client = random_client(&mut rng);
             let chosen_server = table.select_server(&mut placement_state, &FourTuple::ipv4(client, vip)).unwrap();
             let packet_to_vip =
                 TcpPacket { destination: SocketAddrV4::new(vip.0, vip.1), ..TcpPacket::new(client, VIP) };
-            let frame = TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..packet_to_vip }.frame();
+            let frame =
+                TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..packet_to_vip }.to_frame();
             balancer.expect_sent_to(*service, &frame, chosen_server, "new_connection");
         }
     }
@@ -307,14 +309,15 @@ fn services_have_separate_servers_and_tables() {
     let service_with_mode =
         |vip: (Ipv4Addr, u16)| (support::balancer::service_address(vip), ServiceSettings::default());
     balancer.service_indexes = balancer.lb.set_services(&[service_with_mode(VIP)]).unwrap();
-    let syn_to_removed_service = TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), other_vip) }.frame();
+    let syn_to_removed_service =
+        TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), other_vip) }.to_frame();
     balancer.expect_passed_uncounted(&syn_to_removed_service);
     balancer.service_indexes =
         balancer.lb.set_services(&[service_with_mode((other_vip.0, 8443)), service_with_mode(VIP)]).unwrap();
     assert_eq!(balancer.lb.servers(balancer.service_indexes[0]), []);
     assert_eq!(balancer.lb.servers(balancer.service_indexes[1]).len(), 3);
     let syn_to_added_service =
-        TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), (other_vip.0, 8443)) }.frame();
+        TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), (other_vip.0, 8443)) }.to_frame();
     balancer.expect_unforwarded(&syn_to_added_service, XDP_DROP, 0, "drop_no_eligible_server");
     assert_eq!(balancer.lb.set_services(&[service_with_mode(VIP), service_with_mode(VIP)]).unwrap_err().to_string(), {
         "service 10.200.0.1:80/tcp is listed twice"
@@ -325,13 +328,18 @@ fn services_have_separate_servers_and_tables() {
 fn broadcasts_are_rate_limited_and_resume_later() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(10, 0);
-    let rate_limits = BroadcastRateLimits::with_equal_rates(PacketRate { packets_per_second: 20, burst_packets: 8 });
-    let options = Options { broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
+    let rate_limits =
+        BroadcastRateLimits::with_equal_rates(PacketRateLimit { packets_per_second: 20, burst_packets: 8 });
+    let options = LoadBalancerOptions {
+        broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize],
+        ..LoadBalancerOptions::default()
+    };
     let services = [(service_address(VIP), ServiceSettings::default())];
-    let mut balancer = Balancer::without_model(&services, options, &mut rng);
-    let rst_frame = TcpPacket { flags: RST, ..TcpPacket::new(random_client(&mut rng), VIP) }.frame();
-    let count_broadcasts =
-        |balancer: &mut Balancer, count: usize| (0..count).filter(|_| balancer.run(&rst_frame).0 == XDP_TX).count();
+    let mut balancer = TestBalancer::without_model(&services, options, &mut rng);
+    let rst_frame = TcpPacket { flags: RST, ..TcpPacket::new(random_client(&mut rng), VIP) }.to_frame();
+    let count_broadcasts = |balancer: &mut TestBalancer, count: usize| {
+        (0..count).filter(|_| balancer.run_frame(&rst_frame).0 == XDP_TX).count()
+    };
     let start_time = std::time::Instant::now();
     let broadcast_count = count_broadcasts(&mut balancer, 200);
     let refilled_tokens = (start_time.elapsed().as_secs_f64() * 20.0) as usize;
@@ -351,7 +359,7 @@ fn broadcasts_are_rate_limited_and_resume_later() {
 fn changed_mac_address_is_used_for_the_next_packet() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(11, 0);
-    let mut balancer = Balancer::new(&[VIP], &mut rng);
+    let mut balancer = TestBalancer::new(&[VIP], &mut rng);
     let server = balancer.replace_servers(0, 1, &mut rng)[0];
     let client = random_client(&mut rng);
     balancer.expect_cookie_leads_to(client, server);

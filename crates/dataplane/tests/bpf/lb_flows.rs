@@ -5,12 +5,12 @@ use std::collections::HashMap;
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use coreward_dataplane::lb::{Options, Server};
+use coreward_dataplane::lb::{LoadBalancerOptions, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::ConnectionHash;
-use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
@@ -18,7 +18,8 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng;
 
 use crate::support::balancer::{
-    Balancer, ExpectedIdentification, XDP_DROP, XDP_PASS, XDP_TX, id, random_client, random_table, service_address,
+    ExpectedIdentification, TestBalancer, XDP_DROP, XDP_PASS, XDP_TX, random_client, random_placement_table,
+    server_id_from_number, service_address,
 };
 use crate::support::{
     ACK, FOREIGN_TIME_KEY, SYN, TcpPacket, UdpDatagram, missing_bpf_rights, read_u32, skip_if, timestamp_option,
@@ -33,28 +34,28 @@ fn udp_service(vip: (Ipv4Addr, u16)) -> (ServiceAddress, ServiceSettings) {
     (ServiceAddress { protocol, ..service_address(vip) }, ServiceSettings::default_for_protocol(protocol))
 }
 
-fn set_eligible(balancer: &mut Balancer, id: ServerId, is_eligible: bool) {
+fn set_server_eligible(balancer: &mut TestBalancer, id: ServerId, is_eligible: bool) {
     let server_mac = Some(balancer.server_macs[&(0, id)]);
     balancer.lb.set_server(balancer.service_indexes[0], id, Server { mac: server_mac, is_eligible });
 }
 
-fn drain_server(balancer: &mut Balancer, id: ServerId) {
-    set_eligible(balancer, id, false);
+fn drain_server(balancer: &mut TestBalancer, id: ServerId) {
+    set_server_eligible(balancer, id, false);
 }
 
 /// Returns a TCP packet from a server to a client, with the TSval `tsval` and the TSecr 7.
 fn reply_frame(client: (Ipv4Addr, u16), server: MacAddress, flags: u8, tsval: u32) -> Vec<u8> {
     let mut frame =
-        TcpPacket { flags, tcp_options: timestamp_option(tsval, 7), ..TcpPacket::new(WEB_VIP, client) }.frame();
+        TcpPacket { flags, tcp_options: timestamp_option(tsval, 7), ..TcpPacket::new(WEB_VIP, client) }.to_frame();
     frame[6..12].copy_from_slice(&server.0);
     frame
 }
 
-fn tested_modes() -> [ServiceSettings; 4] {
+fn tested_service_modes() -> [ServiceSettings; 4] {
     [
         ServiceSettings::default(),
         ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() },
-        ServiceSettings { consistency: Consistency::Stateful, ..ServiceSettings::default() },
+        ServiceSettings { consistency: ConsistencyMode::Stateful, ..ServiceSettings::default() },
         ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() },
     ]
 }
@@ -62,7 +63,7 @@ fn tested_modes() -> [ServiceSettings; 4] {
 /// Asserts that an established connection stays at its server, and that a new connection with the same ports avoids the
 /// servers that take no new connections.
 fn expect_old_flow_stays_and_new_flow_avoids(
-    balancer: &Balancer,
+    balancer: &TestBalancer,
     mode: ServiceSettings,
     [syn, ack]: &[Vec<u8>; 2],
     previous_destination: MacAddress,
@@ -89,29 +90,31 @@ fn expect_old_flow_stays_and_new_flow_avoids(
 fn syn_avoids_servers_that_take_no_new_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(111, 0);
-    for (mode, has_new_table) in tested_modes().into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
-        let mut balancer = Balancer::with_model(&[(service_address(WEB_VIP), mode)], Options::default(), &mut rng);
+    for (mode, has_new_table) in tested_service_modes().into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+        let mut balancer =
+            TestBalancer::with_model(&[(service_address(WEB_VIP), mode)], LoadBalancerOptions::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 6, &mut rng);
         // Random tables are drawn until every server has a bucket.
-        let table = std::iter::repeat_with(|| random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng))
-            .find(|table| server_ids.iter().all(|id| table.consistent_servers.contains(id)))
-            .unwrap();
+        let table =
+            std::iter::repeat_with(|| random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng))
+                .find(|table| server_ids.iter().all(|id| table.consistent_servers.contains(id)))
+                .unwrap();
         balancer.install_table(0, &table);
         let flows_with_frames: Vec<_> = (0..400)
             .map(|_| random_client(&mut rng))
-            .map(|client| [SYN, ACK].map(|flags| TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.frame()))
+            .map(|client| [SYN, ACK].map(|flags| TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.to_frame()))
             .collect();
         let destinations_before: Vec<_> = flows_with_frames
             .iter()
             .map(|[syn, ack]| {
-                balancer.run(syn);
+                balancer.run_frame(syn);
                 balancer.forward_frame(ack)
             })
             .collect();
         drain_server(&mut balancer, server_ids[0]);
         let mut refusing_macs = vec![balancer.server_macs[&(0, server_ids[0])]];
         if has_new_table {
-            let table = random_table(PlacementRule::Table, 2, 1, &server_ids[2..], &mut rng);
+            let table = random_placement_table(PlacementRule::Table, 2, 1, &server_ids[2..], &mut rng);
             balancer.install_table(0, &PlacementTable { down_servers: vec![server_ids[1]], ..table });
             refusing_macs.push(balancer.server_macs[&(0, server_ids[1])]);
         }
@@ -122,18 +125,19 @@ fn syn_avoids_servers_that_take_no_new_connections() {
     }
 }
 
-fn balancer_with_lb_stamping(rng: &mut impl Rng) -> Balancer {
+fn balancer_with_lb_stamping(rng: &mut impl Rng) -> TestBalancer {
     let lb_stamping_mode = ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() };
-    let mut balancer = Balancer::with_model(&[(service_address(WEB_VIP), lb_stamping_mode)], Options::default(), rng);
+    let mut balancer =
+        TestBalancer::with_model(&[(service_address(WEB_VIP), lb_stamping_mode)], LoadBalancerOptions::default(), rng);
     balancer.lb.set_time_key(balancer.service_indexes[0], FOREIGN_TIME_KEY);
     // Cookies of LB-side stamping can hold only small ids.
-    let server_ids: Vec<_> = (1..=6).map(id).collect();
+    let server_ids: Vec<_> = (1..=6).map(server_id_from_number).collect();
     for (number, id) in (1..).zip(&server_ids) {
         let mac = MacAddress([2, 0, 0, 0, 1, number]);
         balancer.server_macs.insert((0, *id), mac);
         balancer.lb.set_server(balancer.service_indexes[0], *id, Server { mac: Some(mac), is_eligible: true });
     }
-    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, rng));
+    balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, rng));
     balancer
 }
 
@@ -145,19 +149,19 @@ fn late_syn_ack_of_another_server_moves_no_unstamped_connection() {
     let mut rng = seeded_rng(115, 0);
     let mut balancer = balancer_with_lb_stamping(&mut rng);
     let client = random_client(&mut rng);
-    let send_packet = |balancer: &Balancer, flags| {
+    let send_packet = |balancer: &TestBalancer, flags| {
         balancer.forward_frame(
-            &TcpPacket { flags, tcp_options: timestamp_option(7, 9), ..TcpPacket::new(client, WEB_VIP) }.frame(),
+            &TcpPacket { flags, tcp_options: timestamp_option(7, 9), ..TcpPacket::new(client, WEB_VIP) }.to_frame(),
         )
     };
-    let receive_syn_ack = |balancer: &Balancer, server: MacAddress, expected_action, counter| {
+    let receive_syn_ack = |balancer: &TestBalancer, server: MacAddress, expected_action, counter| {
         let frame = reply_frame(client, server, SYN | ACK, 9);
         balancer.expect_unforwarded(&frame, expected_action, 0, counter);
     };
     let expect_syn_ack_passes =
-        |balancer: &Balancer, server| receive_syn_ack(balancer, server, XDP_PASS, "reply_unchanged");
+        |balancer: &TestBalancer, server| receive_syn_ack(balancer, server, XDP_PASS, "reply_unchanged");
     let expect_late_syn_ack =
-        |balancer: &Balancer, server| receive_syn_ack(balancer, server, XDP_DROP, "drop_late_syn_ack");
+        |balancer: &TestBalancer, server| receive_syn_ack(balancer, server, XDP_DROP, "drop_late_syn_ack");
     let first_server_mac = send_packet(&balancer, SYN);
     expect_syn_ack_passes(&balancer, first_server_mac);
     let other_server_mac = balancer.server_macs.values().copied().find(|mac| *mac != first_server_mac).unwrap();
@@ -185,19 +189,22 @@ fn late_syn_ack_of_another_server_moves_no_unstamped_connection() {
 fn forged_syn_does_not_move_an_open_connection() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(114, 0);
-    let hash_table_mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
-    let mut balancer =
-        Balancer::with_model(&[(service_address(WEB_VIP), hash_table_mode)], Options::default(), &mut rng);
+    let hash_table_mode = ServiceSettings { consistency: ConsistencyMode::HashTable, ..ServiceSettings::default() };
+    let mut balancer = TestBalancer::with_model(
+        &[(service_address(WEB_VIP), hash_table_mode)],
+        LoadBalancerOptions::default(),
+        &mut rng,
+    );
     let server_ids = balancer.replace_servers(0, 6, &mut rng);
-    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+    balancer.install_table(0, &random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
     let clients: Vec<_> = (0..50).map(|_| random_client(&mut rng)).collect();
-    let send_packet = |balancer: &Balancer, client, flags| {
-        balancer.forward_frame(&TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.frame())
+    let send_packet = |balancer: &TestBalancer, client, flags| {
+        balancer.forward_frame(&TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.to_frame())
     };
     let destinations: Vec<_> = clients.iter().map(|client| send_packet(&balancer, *client, SYN)).collect();
     // A new table, as after changed loads, would place most of these clients at other servers.
-    balancer.install_table(0, &random_table(PlacementRule::Table, 2, 1, &server_ids, &mut rng));
-    let count_moved_connections = |balancer: &Balancer, flags| {
+    balancer.install_table(0, &random_placement_table(PlacementRule::Table, 2, 1, &server_ids, &mut rng));
+    let count_moved_connections = |balancer: &TestBalancer, flags| {
         clients
             .iter()
             .zip(&destinations)
@@ -230,24 +237,24 @@ fn forged_syn_does_not_move_an_open_connection() {
 fn syn_moved_from_draining_server_contains_it_as_previous() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(112, 0);
-    let mut balancer = Balancer::new(&[WEB_VIP], &mut rng);
+    let mut balancer = TestBalancer::new(&[WEB_VIP], &mut rng);
     let server_ids = balancer.replace_servers(0, 6, &mut rng);
-    let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
+    let table = random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
-    let four_tuple = |client| FourTuple::ipv4(client, WEB_VIP);
+    let new_four_tuple = |client| FourTuple::ipv4(client, WEB_VIP);
     let client_address = std::iter::repeat_with(|| random_client(&mut rng))
-        .find(|client| table.consistent_server(&four_tuple(*client)) == Some(server_ids[0]))
+        .find(|client| table.consistent_server(&new_four_tuple(*client)) == Some(server_ids[0]))
         .unwrap();
-    let frame = |flags| TcpPacket { flags, ..TcpPacket::new(client_address, WEB_VIP) }.frame();
-    balancer.run(&frame(ACK));
+    let build_frame = |flags| TcpPacket { flags, ..TcpPacket::new(client_address, WEB_VIP) }.to_frame();
+    balancer.run_frame(&build_frame(ACK));
     drain_server(&mut balancer, server_ids[0]);
-    let first_destination = balancer.forward_frame(&frame(SYN));
+    let first_destination = balancer.forward_frame(&build_frame(SYN));
     let destination_id =
         server_ids.iter().copied().find(|id| balancer.server_macs[&(0, *id)] == first_destination).unwrap();
     assert_ne!(destination_id, server_ids[0]);
     balancer.expect_sent_with_identification(
         0,
-        &frame(ACK),
+        &build_frame(ACK),
         destination_id,
         ExpectedIdentification::PreviousServer(Some(server_ids[0])),
         "flow_table",
@@ -258,28 +265,29 @@ fn syn_moved_from_draining_server_contains_it_as_previous() {
 #[test]
 fn flood_evicts_no_connection_known_only_to_the_flow_table() {
     skip_if!(missing_bpf_rights());
-    const ENTRY_COUNT: u32 = 1 << 10;
+    const FLOW_TABLE_ENTRY_COUNT: u32 = 1 << 10;
     let mut rng = seeded_rng(116, 0);
-    let options = Options { flow_table_entry_count: ENTRY_COUNT, ..Options::default() };
+    let options =
+        LoadBalancerOptions { flow_table_entry_count: FLOW_TABLE_ENTRY_COUNT, ..LoadBalancerOptions::default() };
     let mut balancer =
-        Balancer::with_model(&[(service_address(WEB_VIP), ServiceSettings::default())], options, &mut rng);
+        TestBalancer::with_model(&[(service_address(WEB_VIP), ServiceSettings::default())], options, &mut rng);
     let server_ids = balancer.replace_servers(0, 6, &mut rng);
-    let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
+    let table = random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
     drain_server(&mut balancer, server_ids[0]);
     let is_placed_at_draining =
         |client: &(Ipv4Addr, u16)| table.consistent_server(&FourTuple::ipv4(*client, WEB_VIP)) == Some(server_ids[0]);
     let clients: Vec<_> =
         std::iter::repeat_with(|| random_client(&mut rng)).filter(is_placed_at_draining).take(20).collect();
-    let frame = |client, flags| TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.frame();
+    let build_frame = |client, flags| TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.to_frame();
     let destinations_before: Vec<_> =
-        clients.iter().map(|client| balancer.forward_frame(&frame(*client, SYN))).collect();
+        clients.iter().map(|client| balancer.forward_frame(&build_frame(*client, SYN))).collect();
     assert!(!destinations_before.contains(&balancer.server_macs[&(0, server_ids[0])]));
-    for _ in 0..10 * ENTRY_COUNT {
-        balancer.run(&frame(random_client(&mut rng), ACK));
+    for _ in 0..10 * FLOW_TABLE_ENTRY_COUNT {
+        balancer.run_frame(&build_frame(random_client(&mut rng), ACK));
     }
     let destinations_after: Vec<_> =
-        clients.iter().map(|client| balancer.forward_frame(&frame(*client, ACK))).collect();
+        clients.iter().map(|client| balancer.forward_frame(&build_frame(*client, ACK))).collect();
     assert_eq!(destinations_after, destinations_before);
 }
 
@@ -287,15 +295,15 @@ fn flood_evicts_no_connection_known_only_to_the_flow_table() {
 fn udp_flow_leaves_down_server_but_stays_at_draining_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(113, 0);
-    let mut balancer = Balancer::with_model(&[udp_service(DNS_VIP)], Options::default(), &mut rng);
+    let mut balancer = TestBalancer::with_model(&[udp_service(DNS_VIP)], LoadBalancerOptions::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 5, &mut rng);
-    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
-    let frames: Vec<_> = (0..200).map(|_| UdpDatagram::new(random_client(&mut rng), DNS_VIP).frame()).collect();
+    balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
+    let frames: Vec<_> = (0..200).map(|_| UdpDatagram::new(random_client(&mut rng), DNS_VIP).to_frame()).collect();
     let destinations_before: Vec<_> = frames.iter().map(|frame| balancer.forward_frame(frame)).collect();
     let (draining_mac, down_mac) =
         (balancer.server_macs[&(0, server_ids[0])], balancer.server_macs[&(0, server_ids[1])]);
     drain_server(&mut balancer, server_ids[0]);
-    let table = random_table(PlacementRule::RoundRobin, 2, 1, &server_ids[2..], &mut rng);
+    let table = random_placement_table(PlacementRule::RoundRobin, 2, 1, &server_ids[2..], &mut rng);
     balancer.install_table(0, &PlacementTable { down_servers: vec![server_ids[1]], ..table });
     let destinations_after: Vec<_> = frames.iter().map(|frame| balancer.forward_frame(frame)).collect();
     for (previous_destination, new_destination) in destinations_before.iter().zip(&destinations_after) {
@@ -307,14 +315,14 @@ fn udp_flow_leaves_down_server_but_stays_at_draining_server() {
     }
     assert!(destinations_before.contains(&down_mac) && destinations_before.contains(&draining_mac));
     // The draining server is eligible again, but the table does not have it yet.
-    set_eligible(&mut balancer, server_ids[0], true);
+    set_server_eligible(&mut balancer, server_ids[0], true);
     assert_eq!(frames.iter().map(|frame| balancer.forward_frame(frame)).collect::<Vec<_>>(), destinations_after);
     drain_server(&mut balancer, server_ids[0]);
     // Flows that left the down server do not return when the server is up again.
-    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 3, 1, &server_ids[1..], &mut rng));
+    balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 3, 1, &server_ids[1..], &mut rng));
     assert_eq!(frames.iter().map(|frame| balancer.forward_frame(frame)).collect::<Vec<_>>(), destinations_after);
     // When all servers count as down, flows stay at their servers.
-    let mut table_without_members = random_table(PlacementRule::RoundRobin, 4, 1, &server_ids[1..], &mut rng);
+    let mut table_without_members = random_placement_table(PlacementRule::RoundRobin, 4, 1, &server_ids[1..], &mut rng);
     table_without_members.members.clear();
     table_without_members.consistent_servers.clear();
     table_without_members.previous_consistent_servers.clear();
@@ -327,20 +335,20 @@ fn udp_flow_leaves_down_server_but_stays_at_draining_server() {
 fn idle_udp_flow_expires() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(114, 0);
-    let mut balancer = Balancer::with_model(&[udp_service(DNS_VIP)], Options::default(), &mut rng);
+    let mut balancer = TestBalancer::with_model(&[udp_service(DNS_VIP)], LoadBalancerOptions::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 5, &mut rng);
-    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
-    let frame = UdpDatagram::new(random_client(&mut rng), DNS_VIP).frame();
+    balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
+    let frame = UdpDatagram::new(random_client(&mut rng), DNS_VIP).to_frame();
     let idle_time = Duration::from_millis(100 * u64::from(intf::FLOW_IDLE_UDP_TICKS));
     let mut now = Duration::from_secs(1000);
-    balancer.lb.tick(now);
+    balancer.lb.tick_packet_clock(now);
     balancer.run_expecting_counter(&frame, Some(0), "new_connection");
     for _ in 0..3 {
         now += idle_time;
-        balancer.lb.tick(now);
+        balancer.lb.tick_packet_clock(now);
         balancer.run_expecting_counter(&frame, Some(0), "flow_table");
     }
-    balancer.lb.tick(now + idle_time + Duration::from_millis(100));
+    balancer.lb.tick_packet_clock(now + idle_time + Duration::from_millis(100));
     balancer.run_expecting_counter(&frame, Some(0), "new_connection");
 }
 
@@ -349,7 +357,7 @@ const FLOODED_TABLE_ENTRY_COUNT: u32 = 1 << 15;
 
 /// Returns clients of the DNS service whose flows get entries. At most two flows per set of eight entries are used,
 /// because each service keeps two entries of a set independently of other services' packets.
-fn clients_with_free_entries(balancer: &Balancer, rng: &mut impl Rng) -> Vec<(Ipv4Addr, u16)> {
+fn clients_with_free_entries(balancer: &TestBalancer, rng: &mut impl Rng) -> Vec<(Ipv4Addr, u16)> {
     let (hash_key, dns_index) = (balancer.lb.connection_hash_key(), balancer.service_indexes[0].as_u16());
     let mut flows_by_set: HashMap<u64, u32> = HashMap::new();
     let mut has_free_entry = |client: (Ipv4Addr, u16)| {
@@ -372,7 +380,7 @@ fn flood_of_one_service_moves_no_udp_flow_of_another_service() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(115, 0);
     let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
-    let hash_table_mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
+    let hash_table_mode = ServiceSettings { consistency: ConsistencyMode::HashTable, ..ServiceSettings::default() };
     let flooded_vips: [(Ipv4Addr, u16); 4] = [80, 81, 82, 5353].map(|port| (WEB_VIP.0, port));
     let services = [
         udp_service(DNS_VIP),
@@ -381,14 +389,16 @@ fn flood_of_one_service_moves_no_udp_flow_of_another_service() {
         (service_address(flooded_vips[2]), hash_table_mode),
         udp_service(flooded_vips[3]),
     ];
-    let options = Options { flow_table_entry_count: FLOODED_TABLE_ENTRY_COUNT, ..Options::default() };
-    let mut balancer = Balancer::with_model(&services, options, &mut rng);
+    let options =
+        LoadBalancerOptions { flow_table_entry_count: FLOODED_TABLE_ENTRY_COUNT, ..LoadBalancerOptions::default() };
+    let mut balancer = TestBalancer::with_model(&services, options, &mut rng);
     for position in 0..services.len() {
         let server_ids = balancer.replace_servers(position, 5, &mut rng);
-        balancer.install_table(position, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
+        balancer
+            .install_table(position, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     }
     let clients = clients_with_free_entries(&balancer, &mut rng);
-    let flow_frames: Vec<_> = clients.into_iter().map(|client| UdpDatagram::new(client, DNS_VIP).frame()).collect();
+    let flow_frames: Vec<_> = clients.into_iter().map(|client| UdpDatagram::new(client, DNS_VIP).to_frame()).collect();
     let destinations_before: Vec<_> = flow_frames.iter().map(|frame| balancer.forward_frame(frame)).collect();
     let mut output_buffer = vec![0; 2048];
     for (vip, (address, _)) in flooded_vips.iter().zip(&services[1..]) {
@@ -396,10 +406,11 @@ fn flood_of_one_service_moves_no_udp_flow_of_another_service() {
         for _ in 0..FLOODED_TABLE_ENTRY_COUNT * 10 / 4 {
             let client = random_client(&mut rng);
             let frame = match address.protocol {
-                Protocol::Udp => UdpDatagram::new(client, *vip).frame(),
-                Protocol::Tcp => TcpPacket { flags, ..TcpPacket::new(client, *vip) }.frame(),
+                Protocol::Udp => UdpDatagram::new(client, *vip).to_frame(),
+                Protocol::Tcp => TcpPacket { flags, ..TcpPacket::new(client, *vip) }.to_frame(),
             };
-            let (xdp_action, _) = test_run::run_into_buffer(balancer.lb.program(), &frame, &mut output_buffer).unwrap();
+            let (xdp_action, _) =
+                test_run::run_into_buffer(balancer.lb.program_fd(), &frame, &mut output_buffer).unwrap();
             assert_eq!(xdp_action, XDP_TX);
         }
         let destinations_after = flow_frames.iter().map(|frame| balancer.forward_frame(frame));
@@ -416,7 +427,7 @@ fn client_may_answer_either_the_stamped_or_unstamped_syn_ack() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(117, 0);
     let balancer = balancer_with_lb_stamping(&mut rng);
-    let [stamped_mac, plain_mac] = [1, 2].map(|number| balancer.server_macs[&(0, id(number))]);
+    let [stamped_mac, plain_mac] = [1, 2].map(|number| balancer.server_macs[&(0, server_id_from_number(number))]);
     let send_reply = |client, server: MacAddress, flags, tsval, counter| {
         let frame = reply_frame(client, server, flags, tsval);
         let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
@@ -432,7 +443,7 @@ fn client_may_answer_either_the_stamped_or_unstamped_syn_ack() {
         let client = random_client(&mut rng);
         let send_to_server = |tsecr, server: MacAddress, counter| {
             let frame =
-                TcpPacket { tcp_options: timestamp_option(7, tsecr), ..TcpPacket::new(client, WEB_VIP) }.frame();
+                TcpPacket { tcp_options: timestamp_option(7, tsecr), ..TcpPacket::new(client, WEB_VIP) }.to_frame();
             let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
             assert_eq!((xdp_action, &packet[..6]), (XDP_TX, &server.0[..]), "round {round}");
         };

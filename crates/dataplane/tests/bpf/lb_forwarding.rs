@@ -1,22 +1,24 @@
 //! Tests of the outer headers of packets to servers behind routers (`bpf/lb/encapsulate.h`, `BPF_PROG_TEST_RUN`).
 
-use coreward_dataplane::lb::{BroadcastRateLimits, Options, PacketRate, Tunnel};
+use coreward_dataplane::lb::{BroadcastRateLimits, LoadBalancerOptions, PacketRateLimit, ServerTunnel};
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceSettings};
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings};
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::forwarding::{Forwarding, gue_source_port};
+use coreward_model::forwarding::{ForwardingMode, gue_source_port};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng;
 
-use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_TX, id, random_table, service_address};
+use crate::support::balancer::{
+    OWN_MAC, TestBalancer, XDP_DROP, XDP_TX, random_placement_table, server_id_from_number, service_address,
+};
 use crate::support::tunnel::{
     ETHERNET_HEADER_BYTES, OWN_OUTER_ADDRESSES, TunnelVariant, address_octets, client_socket_address, ip_header_bytes,
     own_outer_address, server_outer_address, service_vip, set_traffic_class,
 };
 use crate::support::{
-    ACK, FOREIGN_TIME_KEY, Family, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights,
+    ACK, AddressFamily, FOREIGN_TIME_KEY, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights,
     ones_complement_sum, skip_if,
 };
 
@@ -26,7 +28,7 @@ fn service_mode(variant: TunnelVariant) -> ServiceSettings {
     ServiceSettings { forwarding: variant.forwarding, ..ServiceSettings::default() }
 }
 
-fn balancer_and_table(variant: TunnelVariant) -> (Balancer, PlacementTable) {
+fn balancer_and_table(variant: TunnelVariant) -> (TestBalancer, PlacementTable) {
     balancer_and_table_with_mode(variant, service_mode(variant), MTU_BYTES)
 }
 
@@ -34,39 +36,44 @@ fn balancer_and_table_with_mode(
     variant: TunnelVariant,
     mode: ServiceSettings,
     mtu_bytes: usize,
-) -> (Balancer, PlacementTable) {
+) -> (TestBalancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
-    let balancer = Balancer::with_model(
+    let balancer = TestBalancer::with_model(
         &[(service_address(service_vip(variant.inner_family)), mode)],
-        Options::default(),
+        LoadBalancerOptions::default(),
         &mut rng,
     );
     set_up_servers(balancer, variant, mtu_bytes, &mut rng)
 }
 
 fn set_up_servers(
-    mut balancer: Balancer,
+    mut balancer: TestBalancer,
     variant: TunnelVariant,
     mtu_bytes: usize,
     rng: &mut impl Rng,
-) -> (Balancer, PlacementTable) {
+) -> (TestBalancer, PlacementTable) {
     balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, mtu_bytes as u32);
     let server_ids = balancer.replace_servers(0, 9, rng);
     for id in &server_ids {
-        set_tunnel(&mut balancer, variant.outer_family, *id, None);
+        set_server_tunnel(&mut balancer, variant.outer_family, *id, None);
     }
-    let table = random_table(PlacementRule::Table, 1, 1, &server_ids, rng);
+    let table = random_placement_table(PlacementRule::Table, 1, 1, &server_ids, rng);
     balancer.install_table(0, &table);
     (balancer, table)
 }
 
-fn set_tunnel(balancer: &mut Balancer, outer_family: Family, server: ServerId, source_port: Option<u16>) {
+fn set_server_tunnel(
+    balancer: &mut TestBalancer,
+    outer_family: AddressFamily,
+    server: ServerId,
+    source_port: Option<u16>,
+) {
     let outer_address = server_outer_address(outer_family, server);
-    balancer.lb.set_tunnel(server, Tunnel { destination_address: outer_address, source_port }).unwrap();
+    balancer.lb.set_server_tunnel(server, ServerTunnel { destination_address: outer_address, source_port }).unwrap();
 }
 
-fn chosen_server(family: Family, table: &PlacementTable) -> ServerId {
-    let mut placement_state = coreward_model::placement::PlacementState::for_table(table);
+fn server_selected_by_model(family: AddressFamily, table: &PlacementTable) -> ServerId {
+    let mut placement_state = coreward_model::placement::PlacementTableState::for_table(table);
     table
         .select_server(
             &mut placement_state,
@@ -75,7 +82,7 @@ fn chosen_server(family: Family, table: &PlacementTable) -> ServerId {
         .unwrap()
 }
 
-fn syn_packet(family: Family) -> TcpPacket {
+fn syn_packet(family: AddressFamily) -> TcpPacket {
     TcpPacket {
         flags: SYN,
         tcp_options: aligned_timestamp_option(7, 0),
@@ -84,7 +91,7 @@ fn syn_packet(family: Family) -> TcpPacket {
 }
 
 /// Returns the expected source port and flow label of outer headers, which are equal to a hash of the client's flow.
-fn expected_source_port(family: Family) -> u16 {
+fn expected_outer_source_port(family: AddressFamily) -> u16 {
     let [[a, b], [c, d]] = [client_socket_address(family).port(), service_vip(family).port()].map(u16::to_be_bytes);
     gue_source_port(client_socket_address(family).ip(), [a, b, c, d])
 }
@@ -99,7 +106,11 @@ fn assert_outer_ipv4_header(outer_packet: &[u8], variant: TunnelVariant, server:
         (outer_packet[0], outer_packet[1], usize::from(read_u16(outer_packet, 2))),
         (0x45, traffic_class, outer_packet.len())
     );
-    assert_eq!(outer_packet[4..10], [0, 0, 0x40, 0, 64, variant.outer_protocol()], "identification 0, DF, TTL 64");
+    assert_eq!(
+        outer_packet[4..10],
+        [0, 0, 0x40, 0, 64, variant.outer_protocol_number()],
+        "identification 0, DF, TTL 64"
+    );
     let outer_addresses = [
         address_octets(own_outer_address(variant.outer_family)),
         address_octets(server_outer_address(variant.outer_family, server)),
@@ -108,11 +119,11 @@ fn assert_outer_ipv4_header(outer_packet: &[u8], variant: TunnelVariant, server:
 }
 
 fn assert_outer_ipv6_header(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, traffic_class: u8) {
-    let [a, b] = expected_source_port(variant.inner_family).to_be_bytes();
+    let [a, b] = expected_outer_source_port(variant.inner_family).to_be_bytes();
     assert_eq!(outer_packet[..4], [0x60 | traffic_class >> 4, traffic_class << 4, a, b]);
     assert_eq!(
         (usize::from(read_u16(outer_packet, 4)), outer_packet[6], outer_packet[7]),
-        (outer_packet.len() - 40, variant.outer_protocol(), 64)
+        (outer_packet.len() - 40, variant.outer_protocol_number(), 64)
     );
     let outer_addresses = [
         address_octets(own_outer_address(variant.outer_family)),
@@ -125,12 +136,12 @@ fn assert_outer_ipv6_header(outer_packet: &[u8], variant: TunnelVariant, server:
 fn check_and_strip_outer_header(packet: &[u8], variant: TunnelVariant, server: ServerId, traffic_class: u8) -> Vec<u8> {
     let outer_packet = &packet[ETHERNET_HEADER_BYTES..];
     match variant.outer_family {
-        Family::Ipv4 => assert_outer_ipv4_header(outer_packet, variant, server, traffic_class),
-        Family::Ipv6 => assert_outer_ipv6_header(outer_packet, variant, server, traffic_class),
+        AddressFamily::Ipv4 => assert_outer_ipv4_header(outer_packet, variant, server, traffic_class),
+        AddressFamily::Ipv6 => assert_outer_ipv6_header(outer_packet, variant, server, traffic_class),
     }
-    if variant.forwarding == Forwarding::Gue {
+    if variant.forwarding == ForwardingMode::Gue {
         let udp_header = &outer_packet[ip_header_bytes(variant.outer_family)..];
-        let expected_udp_fields = (expected_source_port(variant.inner_family), 6080, udp_header.len(), 0);
+        let expected_udp_fields = (expected_outer_source_port(variant.inner_family), 6080, udp_header.len(), 0);
         assert_eq!(
             (
                 read_u16(udp_header, 0),
@@ -144,8 +155,8 @@ fn check_and_strip_outer_header(packet: &[u8], variant: TunnelVariant, server: S
     outer_packet[variant.overhead_bytes()..].to_vec()
 }
 
-fn ethertype(family: Family) -> [u8; 2] {
-    if family == Family::Ipv4 { [8, 0] } else { [0x86, 0xdd] }
+fn ethertype_bytes(family: AddressFamily) -> [u8; 2] {
+    if family == AddressFamily::Ipv4 { [8, 0] } else { [0x86, 0xdd] }
 }
 
 #[test]
@@ -153,14 +164,14 @@ fn encapsulation_only_adds_an_outer_header() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all() {
         let (balancer, table) = balancer_and_table(variant);
-        let server = chosen_server(variant.inner_family, &table);
-        let mut frame = syn_packet(variant.inner_family).frame();
+        let server = server_selected_by_model(variant.inner_family, &table);
+        let mut frame = syn_packet(variant.inner_family).to_frame();
         // The byte contains DSCP 46 and ECT(0).
         set_traffic_class(&mut frame, 0xba);
         let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
         assert_eq!(xdp_action, XDP_TX, "{variant:?}");
         assert_eq!(packet[..6], balancer.server_macs[&(0, server)].0);
-        assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype(variant.outer_family)].concat());
+        assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype_bytes(variant.outer_family)].concat());
         assert_eq!(
             check_and_strip_outer_header(&packet, variant, server, 0xba),
             frame[ETHERNET_HEADER_BYTES..],
@@ -174,7 +185,7 @@ fn fast_path_packets_get_the_same_outer_header() {
     skip_if!(missing_bpf_rights());
     for variant in TunnelVariant::all() {
         let (balancer, table) = balancer_and_table(variant);
-        let server = chosen_server(variant.inner_family, &table);
+        let server = server_selected_by_model(variant.inner_family, &table);
         let tuple =
             FourTuple::new(client_socket_address(variant.inner_family), service_vip(variant.inner_family)).unwrap();
         let cookie_tsval =
@@ -183,7 +194,7 @@ fn fast_path_packets_get_the_same_outer_header() {
             tcp_options: aligned_timestamp_option(7, cookie_tsval),
             ..TcpPacket::between(client_socket_address(variant.inner_family), service_vip(variant.inner_family))
         }
-        .frame();
+        .to_frame();
         let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "established");
         assert_eq!(xdp_action, XDP_TX, "{variant:?}");
         assert_eq!(
@@ -197,33 +208,39 @@ fn fast_path_packets_get_the_same_outer_header() {
 #[test]
 fn gue_source_port_depends_on_flow_or_server() {
     skip_if!(missing_bpf_rights());
-    for variant in TunnelVariant::all().filter(|form| form.forwarding == Forwarding::Gue) {
+    for variant in TunnelVariant::all().filter(|form| form.forwarding == ForwardingMode::Gue) {
         let (mut balancer, table) = balancer_and_table(variant);
-        let server = chosen_server(variant.inner_family, &table);
-        let source_port = |balancer: &Balancer| {
+        let server = server_selected_by_model(variant.inner_family, &table);
+        let read_outer_source_port = |balancer: &TestBalancer| {
             read_u16(
-                &balancer.run(&syn_packet(variant.inner_family).frame()).1,
+                &balancer.run_frame(&syn_packet(variant.inner_family).to_frame()).1,
                 ETHERNET_HEADER_BYTES + ip_header_bytes(variant.outer_family),
             )
         };
-        assert_eq!(source_port(&balancer), expected_source_port(variant.inner_family));
-        set_tunnel(&mut balancer, variant.outer_family, server, Some(50_123));
-        assert_eq!(source_port(&balancer), 50_123);
+        assert_eq!(read_outer_source_port(&balancer), expected_outer_source_port(variant.inner_family));
+        set_server_tunnel(&mut balancer, variant.outer_family, server, Some(50_123));
+        assert_eq!(read_outer_source_port(&balancer), 50_123);
     }
 }
 
 #[test]
 fn next_packet_uses_changed_outer_address() {
     skip_if!(missing_bpf_rights());
-    let variant =
-        TunnelVariant { forwarding: Forwarding::Ipip, inner_family: Family::Ipv4, outer_family: Family::Ipv6 };
+    let variant = TunnelVariant {
+        forwarding: ForwardingMode::Ipip,
+        inner_family: AddressFamily::Ipv4,
+        outer_family: AddressFamily::Ipv6,
+    };
     let (mut balancer, table) = balancer_and_table(variant);
-    let server = chosen_server(variant.inner_family, &table);
-    let other_server = id(u64::from(server.get() ^ 1));
-    for (family, endpoint_server) in [(Family::Ipv6, other_server), (Family::Ipv4, server), (Family::Ipv6, server)] {
-        let tunnel = Tunnel { destination_address: server_outer_address(family, endpoint_server), source_port: None };
-        balancer.lb.set_tunnel(server, tunnel).unwrap();
-        let forwarded_packet = balancer.run(&syn_packet(variant.inner_family).frame()).1;
+    let server = server_selected_by_model(variant.inner_family, &table);
+    let other_server = server_id_from_number(u64::from(server.get() ^ 1));
+    for (family, endpoint_server) in
+        [(AddressFamily::Ipv6, other_server), (AddressFamily::Ipv4, server), (AddressFamily::Ipv6, server)]
+    {
+        let tunnel =
+            ServerTunnel { destination_address: server_outer_address(family, endpoint_server), source_port: None };
+        balancer.lb.set_server_tunnel(server, tunnel).unwrap();
+        let forwarded_packet = balancer.run_frame(&syn_packet(variant.inner_family).to_frame()).1;
         check_and_strip_outer_header(
             &forwarded_packet,
             TunnelVariant { outer_family: family, ..variant },
@@ -234,25 +251,25 @@ fn next_packet_uses_changed_outer_address() {
 }
 
 /// Returns the frame of a SYN whose IP packet has `packet_length_bytes` bytes.
-fn syn_with_length(family: Family, packet_length_bytes: usize) -> Vec<u8> {
-    let header_length = syn_packet(family).frame().len() - ETHERNET_HEADER_BYTES - b"payload".len();
-    TcpPacket { payload: vec![7; packet_length_bytes - header_length], ..syn_packet(family) }.frame()
+fn syn_frame_with_length(family: AddressFamily, packet_length_bytes: usize) -> Vec<u8> {
+    let header_length = syn_packet(family).to_frame().len() - ETHERNET_HEADER_BYTES - b"payload".len();
+    TcpPacket { payload: vec![7; packet_length_bytes - header_length], ..syn_packet(family) }.to_frame()
 }
 
 /// Checks the headers of `packet`, an ICMP error about `frame`, and returns the ICMP message.
-fn check_icmp_error<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
-    assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &ethertype(family)].concat());
+fn check_icmp_error<'a>(packet: &'a [u8], frame: &[u8], family: AddressFamily) -> &'a [u8] {
+    assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &ethertype_bytes(family)].concat());
     let (header, message) = packet[ETHERNET_HEADER_BYTES..].split_at(ip_header_bytes(family));
     let expected_addresses =
         [address_octets(service_vip(family).ip()), address_octets(client_socket_address(family).ip())].concat();
     match family {
-        Family::Ipv4 => {
+        AddressFamily::Ipv4 => {
             assert_eq!(header[..10], [0x45, 0xc0, 0, 96, 0, 0, 0x40, 0, 64, 1]);
             assert_eq!(header[12..], expected_addresses);
             assert_eq!((ones_complement_sum(header), ones_complement_sum(message)), (0xffff, 0xffff));
             assert_eq!((&message[..2], &message[8..]), (&[3, 4][..], &frame[ETHERNET_HEADER_BYTES..][..68]));
         }
-        Family::Ipv6 => {
+        AddressFamily::Ipv6 => {
             let message_length = (message.len() as u16).to_be_bytes();
             assert_eq!(header[..8], [0x6c, 0, 0, 0, message_length[0], message_length[1], 58, 64]);
             assert_eq!(header[8..], expected_addresses);
@@ -272,11 +289,15 @@ fn too_long_packet_is_answered_with_the_inner_mtu() {
         let inner_mtu = MTU_BYTES - variant.overhead_bytes();
         assert_eq!(
             balancer
-                .run_expecting_counter(&syn_with_length(variant.inner_family, inner_mtu), Some(0), "new_connection")
+                .run_expecting_counter(
+                    &syn_frame_with_length(variant.inner_family, inner_mtu),
+                    Some(0),
+                    "new_connection"
+                )
                 .0,
             XDP_TX
         );
-        let frame = syn_with_length(variant.inner_family, inner_mtu + 1);
+        let frame = syn_frame_with_length(variant.inner_family, inner_mtu + 1);
         let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
         assert_eq!(xdp_action, XDP_TX, "{variant:?}");
         let [high, low] = (inner_mtu as u16).to_be_bytes();
@@ -287,13 +308,19 @@ fn too_long_packet_is_answered_with_the_inner_mtu() {
 #[test]
 fn ipv6_packet_of_1280_bytes_gets_no_error() {
     skip_if!(missing_bpf_rights());
-    let variant = TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv6, outer_family: Family::Ipv6 };
+    let variant = TunnelVariant {
+        forwarding: ForwardingMode::Gue,
+        inner_family: AddressFamily::Ipv6,
+        outer_family: AddressFamily::Ipv6,
+    };
     let (balancer, _) = balancer_and_table_with_mode(variant, service_mode(variant), 1300);
     assert_eq!(
-        balancer.run_expecting_counter(&syn_with_length(variant.inner_family, 1280), Some(0), "drop_exceeds_mtu").0,
+        balancer
+            .run_expecting_counter(&syn_frame_with_length(variant.inner_family, 1280), Some(0), "drop_exceeds_mtu")
+            .0,
         XDP_DROP
     );
-    let frame = syn_with_length(variant.inner_family, 1281);
+    let frame = syn_frame_with_length(variant.inner_family, 1281);
     let (_, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
     assert_eq!(check_icmp_error(&packet, &frame, variant.inner_family)[4..8], 1280u32.to_be_bytes());
 }
@@ -302,14 +329,15 @@ fn ipv6_packet_of_1280_bytes_gets_no_error() {
 fn packet_without_unicast_source_gets_no_error() {
     skip_if!(missing_bpf_rights());
     for (inner, sources) in [
-        (Family::Ipv4, vec![vec![239, 0, 2, 7], vec![0; 4]]),
-        (Family::Ipv6, vec![[&[0xff, 2][..], &[0; 13], &[1]].concat(), vec![0; 16]]),
+        (AddressFamily::Ipv4, vec![vec![239, 0, 2, 7], vec![0; 4]]),
+        (AddressFamily::Ipv6, vec![[&[0xff, 2][..], &[0; 13], &[1]].concat(), vec![0; 16]]),
     ] {
-        let variant = TunnelVariant { forwarding: Forwarding::Gue, inner_family: inner, outer_family: Family::Ipv4 };
+        let variant =
+            TunnelVariant { forwarding: ForwardingMode::Gue, inner_family: inner, outer_family: AddressFamily::Ipv4 };
         let (balancer, _) = balancer_and_table(variant);
-        let source_offset = ETHERNET_HEADER_BYTES + if inner == Family::Ipv4 { 12 } else { 8 };
+        let source_offset = ETHERNET_HEADER_BYTES + if inner == AddressFamily::Ipv4 { 12 } else { 8 };
         for source in sources {
-            let mut frame = syn_with_length(inner, MTU_BYTES);
+            let mut frame = syn_frame_with_length(inner, MTU_BYTES);
             frame[source_offset..source_offset + source.len()].copy_from_slice(&source);
             assert_eq!(balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu").0, XDP_DROP, "{source:?}");
         }
@@ -319,17 +347,24 @@ fn packet_without_unicast_source_gets_no_error() {
 #[test]
 fn errors_to_a_flood_of_long_packets_are_rate_limited() {
     skip_if!(missing_bpf_rights());
-    for inner in Family::BOTH {
-        let rate_limits = BroadcastRateLimits::with_equal_rates(PacketRate { packets_per_second: 1, burst_packets: 8 });
-        let options =
-            Options { broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
-        let variant = TunnelVariant { forwarding: Forwarding::Ipip, inner_family: inner, outer_family: Family::Ipv4 };
+    for inner in AddressFamily::BOTH {
+        let rate_limits =
+            BroadcastRateLimits::with_equal_rates(PacketRateLimit { packets_per_second: 1, burst_packets: 8 });
+        let options = LoadBalancerOptions {
+            broadcast_limits: [rate_limits; intf::LIMITED_KIND_COUNT as usize],
+            ..LoadBalancerOptions::default()
+        };
+        let variant =
+            TunnelVariant { forwarding: ForwardingMode::Ipip, inner_family: inner, outer_family: AddressFamily::Ipv4 };
         let mut rng = seeded_rng(34, 0);
-        let balancer =
-            Balancer::without_model(&[(service_address(service_vip(inner)), service_mode(variant))], options, &mut rng);
+        let balancer = TestBalancer::without_model(
+            &[(service_address(service_vip(inner)), service_mode(variant))],
+            options,
+            &mut rng,
+        );
         let (balancer, _) = set_up_servers(balancer, variant, MTU_BYTES, &mut rng);
-        let frame = syn_with_length(inner, MTU_BYTES);
-        let icmp_error_count = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
+        let frame = syn_frame_with_length(inner, MTU_BYTES);
+        let icmp_error_count = (0..100).filter(|_| balancer.run_frame(&frame).0 == XDP_TX).count();
         assert!((8..=11).contains(&icmp_error_count), "{icmp_error_count}");
         balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu");
     }
@@ -338,11 +373,12 @@ fn errors_to_a_flood_of_long_packets_are_rate_limited() {
 #[test]
 fn nothing_is_broadcast_to_servers_behind_routers() {
     skip_if!(missing_bpf_rights());
-    for consistency in [Consistency::Stateless, Consistency::Stateful] {
+    for consistency in [ConsistencyMode::Stateless, ConsistencyMode::Stateful] {
         for variant in TunnelVariant::all() {
             let mode = ServiceSettings { consistency, ..service_mode(variant) };
             let (balancer, _) = balancer_and_table_with_mode(variant, mode, MTU_BYTES);
-            let rst_frame = TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(variant.inner_family) }.frame();
+            let rst_frame =
+                TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(variant.inner_family) }.to_frame();
             let (xdp_action, _) = balancer.run_expecting_counter(&rst_frame, Some(0), "drop_not_broadcast");
             assert_eq!(xdp_action, XDP_DROP);
         }
@@ -353,9 +389,9 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
 fn services_of_all_forwardings_share_a_program_and_servers() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(33, 0);
-    let service_kinds: Vec<(Forwarding, Family)> =
-        Forwarding::ALL.into_iter().flat_map(|kind| Family::BOTH.map(|family| (kind, family))).collect();
-    let vip_of_kind = |(forwarding, family): (Forwarding, Family)| {
+    let service_kinds: Vec<(ForwardingMode, AddressFamily)> =
+        ForwardingMode::ALL.into_iter().flat_map(|kind| AddressFamily::BOTH.map(|family| (kind, family))).collect();
+    let vip_of_kind = |(forwarding, family): (ForwardingMode, AddressFamily)| {
         let mut vip = service_vip(family);
         vip.set_port(80 + forwarding.bpf_number() as u16);
         vip
@@ -364,30 +400,30 @@ fn services_of_all_forwardings_share_a_program_and_servers() {
         .iter()
         .map(|kind| {
             let mode = ServiceSettings {
-                consistency: Consistency::HashTable,
+                consistency: ConsistencyMode::HashTable,
                 forwarding: kind.0,
                 ..ServiceSettings::default()
             };
             (service_address(vip_of_kind(*kind)), mode)
         })
         .collect();
-    let mut balancer = Balancer::with_model(&services, Options::default(), &mut rng);
+    let mut balancer = TestBalancer::with_model(&services, LoadBalancerOptions::default(), &mut rng);
     balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, MTU_BYTES as u32);
-    let server = id(7);
+    let server = server_id_from_number(7);
     let eligible_server = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), is_eligible: true };
-    set_tunnel(&mut balancer, Family::Ipv6, server, None);
+    set_server_tunnel(&mut balancer, AddressFamily::Ipv6, server, None);
     for (position, kind) in service_kinds.into_iter().enumerate() {
         balancer.lb.set_server(balancer.service_indexes[position], server, eligible_server);
-        balancer.install_table(position, &random_table(PlacementRule::Table, 1, 1, &[server], &mut rng));
+        balancer.install_table(position, &random_placement_table(PlacementRule::Table, 1, 1, &[server], &mut rng));
         for flags in [SYN, ACK] {
             let frame = TcpPacket {
                 flags,
                 tcp_options: vec![],
                 ..TcpPacket::between(client_socket_address(kind.1), vip_of_kind(kind))
             }
-            .frame();
-            let (xdp_action, packet) = balancer.run(&frame);
-            let encapsulation_overhead = kind.0.overhead_bytes(own_outer_address(Family::Ipv6));
+            .to_frame();
+            let (xdp_action, packet) = balancer.run_frame(&frame);
+            let encapsulation_overhead = kind.0.encapsulation_overhead_bytes(own_outer_address(AddressFamily::Ipv6));
             assert_eq!((xdp_action, packet.len()), (XDP_TX, frame.len() + encapsulation_overhead), "{kind:?}");
         }
     }

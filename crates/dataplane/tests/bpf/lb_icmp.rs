@@ -2,8 +2,8 @@
 
 use std::net::Ipv4Addr;
 
-use coreward_dataplane::lb::{Options, Server};
-use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
+use coreward_dataplane::lb::{LoadBalancerOptions, Server};
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -12,7 +12,7 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
 use crate::support::balancer::{
-    Balancer, CLIENT, ExpectedIdentification, VIP, XDP_DROP, random_table, service_address,
+    CLIENT_ENDPOINT, ExpectedIdentification, TestBalancer, VIP, XDP_DROP, random_placement_table, service_address,
 };
 use crate::support::{
     self, ACK, SYN, TcpPacket, UdpDatagram, aligned_timestamp_option, ipv4_frame, missing_bpf_rights, skip_if,
@@ -20,50 +20,52 @@ use crate::support::{
 };
 
 /// Address of a router between client and VIP that sends ICMP errors.
-const ROUTER: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
+const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
 /// Offset of the IP header in a frame, in bytes. The IP header has 20 bytes.
-const IP_OFFSET: usize = 14;
-const ICMP_OFFSET: usize = IP_OFFSET + 20;
-const QUOTE_OFFSET: usize = ICMP_OFFSET + 8;
+const IP_HEADER_OFFSET: usize = 14;
+const ICMP_HEADER_OFFSET: usize = IP_HEADER_OFFSET + 20;
+const QUOTED_PACKET_OFFSET: usize = ICMP_HEADER_OFFSET + 8;
 
 const UNCHANGED_IDENTIFICATION: ExpectedIdentification = ExpectedIdentification::Unchanged;
 
-fn ip_packet_of(frame: &[u8]) -> Vec<u8> {
+fn ip_packet_in_frame(frame: &[u8]) -> Vec<u8> {
     frame[14..].to_vec()
 }
 
 /// Returns an IP packet from a server to the client, which an ICMP error can quote.
-fn packet_to_quote(options: Vec<u8>, ip_options: Vec<u8>) -> Vec<u8> {
-    ip_packet_of(
-        &TcpPacket { tcp_options: options, ip_options, payload: vec![9; 64], ..TcpPacket::new(VIP, CLIENT) }.frame(),
+fn quotable_server_packet(options: Vec<u8>, ip_options: Vec<u8>) -> Vec<u8> {
+    ip_packet_in_frame(
+        &TcpPacket { tcp_options: options, ip_options, payload: vec![9; 64], ..TcpPacket::new(VIP, CLIENT_ENDPOINT) }
+            .to_frame(),
     )
 }
 
 /// Returns the frame of an ICMP error of type `kind` and code 4 that quotes `quoted_packet`. Type 3 means
 /// "fragmentation needed".
-fn icmp_error(kind: u8, quoted_packet: &[u8]) -> Vec<u8> {
+fn icmp_error_frame(kind: u8, quoted_packet: &[u8]) -> Vec<u8> {
     let icmp_message = [&[kind, 4, 0, 0, 0, 0, 5, 0][..], quoted_packet].concat();
-    ipv4_frame(1, [ROUTER, VIP.0], &[], [0x77, 0], &icmp_message)
+    ipv4_frame(1, [ROUTER_ADDRESS, VIP.0], &[], [0x77, 0], &icmp_message)
 }
 
-fn balancer_with_servers(mode: ServiceSettings) -> (Balancer, Vec<ServerId>) {
+fn balancer_with_servers(mode: ServiceSettings) -> (TestBalancer, Vec<ServerId>) {
     let mut rng = seeded_rng(71, 0);
-    let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), &mut rng);
+    let mut balancer =
+        TestBalancer::with_model(&[(service_address(VIP), mode)], LoadBalancerOptions::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 5, &mut rng);
-    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+    balancer.install_table(0, &random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
     (balancer, server_ids)
 }
 
-fn client_tuple() -> FourTuple {
-    FourTuple::ipv4(CLIENT, VIP)
+fn client_four_tuple() -> FourTuple {
+    FourTuple::ipv4(CLIENT_ENDPOINT, VIP)
 }
 
-fn tsval_with_cookie(balancer: &Balancer, server: ServerId) -> u32 {
+fn tsval_with_cookie(balancer: &TestBalancer, server: ServerId) -> u32 {
     cookie::stamp_tsval(
         &balancer.fleet_keys,
         &support::FOREIGN_TIME_KEY,
-        &client_tuple(),
+        &client_four_tuple(),
         Cookie::Server(server),
         12_345,
     )
@@ -80,24 +82,24 @@ fn icmp_error_goes_to_the_server_in_the_quoted_cookie() {
     for kind in [3, 11, 12] {
         for options in [&aligned_option, &unaligned_option, &syn_ack_options] {
             for ip_options in [vec![], vec![1; 40]] {
-                let quoted_packet = packet_to_quote(options.clone(), ip_options);
-                balancer.expect_sent_to(0, &icmp_error(kind, &quoted_packet), ids[3], "icmp_error");
+                let quoted_packet = quotable_server_packet(options.clone(), ip_options);
+                balancer.expect_sent_to(0, &icmp_error_frame(kind, &quoted_packet), ids[3], "icmp_error");
             }
         }
     }
     // The server is also found with options in the outer IP header, and with a quote that ends at the timestamp.
-    let quoted_packet = packet_to_quote(aligned_option.clone(), vec![]);
+    let quoted_packet = quotable_server_packet(aligned_option.clone(), vec![]);
     let icmp_message = [&[3, 4, 0, 0, 0, 0, 5, 0][..], &quoted_packet].concat();
-    let frame = ipv4_frame(1, [ROUTER, VIP.0], &[1; 8], [0x77, 0], &icmp_message);
+    let frame = ipv4_frame(1, [ROUTER_ADDRESS, VIP.0], &[1; 8], [0x77, 0], &icmp_message);
     balancer.expect_sent_to(0, &frame, ids[3], "icmp_error");
-    balancer.expect_sent_to(0, &icmp_error(3, &quoted_packet[..20 + 32]), ids[3], "icmp_error");
+    balancer.expect_sent_to(0, &icmp_error_frame(3, &quoted_packet[..20 + 32]), ids[3], "icmp_error");
 
     balancer.lb.set_server(balancer.service_indexes[0], ids[3], Server { mac: None, is_eligible: true });
-    balancer.expect_unforwarded(&icmp_error(3, &quoted_packet), XDP_DROP, 0, "drop_server_unresolved");
+    balancer.expect_unforwarded(&icmp_error_frame(3, &quoted_packet), XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.service_indexes[0], ids[3]);
     balancer.expect_broadcast_or_dropped(
         0,
-        &icmp_error(3, &quoted_packet),
+        &icmp_error_frame(3, &quoted_packet),
         UNCHANGED_IDENTIFICATION,
         "drop_broadcast_rate_limited",
     );
@@ -108,9 +110,9 @@ fn icmp_errors_without_cookie_follow_flow_table_or_are_broadcast() {
     skip_if!(missing_bpf_rights());
     let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
     let cookie_value = tsval_with_cookie(&balancer, ids[2]);
-    let complete_quote = packet_to_quote(aligned_timestamp_option(cookie_value, 7), vec![]);
-    let quote_without_timestamp = packet_to_quote(vec![], vec![]);
-    let quote_with_bad_options = packet_to_quote(vec![3, 1, 0, 0], vec![]);
+    let complete_quote = quotable_server_packet(aligned_timestamp_option(cookie_value, 7), vec![]);
+    let quote_without_timestamp = quotable_server_packet(vec![], vec![]);
+    let quote_with_bad_options = quotable_server_packet(vec![3, 1, 0, 0], vec![]);
     // Quotes lack the timestamp. The shortest has the IP header and 8 bytes, as RFC 792 requires.
     let truncated_quotes: Vec<Vec<u8>> = (28..52).map(|length| complete_quote[..length].to_vec()).collect();
     let mut quote_with_bad_data_offset = complete_quote.clone();
@@ -122,22 +124,22 @@ fn icmp_errors_without_cookie_follow_flow_table_or_are_broadcast() {
     for quote in &quotes {
         balancer.expect_broadcast_or_dropped(
             0,
-            &icmp_error(3, quote),
+            &icmp_error_frame(3, quote),
             UNCHANGED_IDENTIFICATION,
             "drop_broadcast_rate_limited",
         );
     }
     // After a packet of the connection, the flow table contains its server.
-    let chosen_server = balancer.newest_table.as_ref().unwrap().consistent_server(&client_tuple()).unwrap();
+    let chosen_server = balancer.newest_table.as_ref().unwrap().consistent_server(&client_four_tuple()).unwrap();
     balancer.run_expecting_counter(
-        &TcpPacket { flags: ACK, ..TcpPacket::new(CLIENT, VIP) }.frame(),
+        &TcpPacket { flags: ACK, ..TcpPacket::new(CLIENT_ENDPOINT, VIP) }.to_frame(),
         Some(0),
         "bucket_hash",
     );
     for quote in &quotes {
-        balancer.expect_sent_to(0, &icmp_error(3, quote), chosen_server, "icmp_error");
+        balancer.expect_sent_to(0, &icmp_error_frame(3, quote), chosen_server, "icmp_error");
     }
-    balancer.expect_sent_to(0, &icmp_error(3, &complete_quote), ids[2], "icmp_error");
+    balancer.expect_sent_to(0, &icmp_error_frame(3, &complete_quote), ids[2], "icmp_error");
 }
 
 #[test]
@@ -149,8 +151,8 @@ fn icmp_errors_with_random_timestamps_reach_known_servers_or_are_broadcast() {
     let mut packet_counts_by_outcome = [0; 2];
     for _ in 0..500 {
         let random_value = rng.next_u32();
-        let frame = icmp_error(3, &packet_to_quote(aligned_timestamp_option(random_value, 7), vec![]));
-        match cookie::decode_cookie(&balancer.fleet_keys, &client_tuple(), random_value) {
+        let frame = icmp_error_frame(3, &quotable_server_packet(aligned_timestamp_option(random_value, 7), vec![]));
+        match cookie::decode_cookie(&balancer.fleet_keys, &client_four_tuple(), random_value) {
             Cookie::Server(server) if server_ids.contains(&server) => {
                 packet_counts_by_outcome[0] += 1;
                 balancer.expect_sent_to(0, &frame, server, "icmp_error");
@@ -173,18 +175,21 @@ fn icmp_errors_with_random_timestamps_reach_known_servers_or_are_broadcast() {
 fn icmp_errors_without_cookie_follow_the_services_consistency_mode() {
     skip_if!(missing_bpf_rights());
     let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
-    let other_consistencies = [Consistency::None, Consistency::HashTable, Consistency::Beamer];
+    let other_consistencies = [ConsistencyMode::None, ConsistencyMode::HashTable, ConsistencyMode::Beamer];
     let modes = other_consistencies.map(|consistency| ServiceSettings { consistency, ..ServiceSettings::default() });
     for mode in modes.into_iter().chain([timestamps_off_mode]) {
         let (balancer, ids) = balancer_with_servers(mode);
-        let frame =
-            icmp_error(3, &packet_to_quote(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[1]), 7), vec![]));
+        let frame = icmp_error_frame(
+            3,
+            &quotable_server_packet(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[1]), 7), vec![]),
+        );
         balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
         // A connection is found only by a flow table entry, and not if its rule or bucket would place it.
-        let client_packet = TcpPacket { tcp_options: aligned_timestamp_option(1, 2), ..TcpPacket::new(CLIENT, VIP) };
-        balancer.run(&TcpPacket { flags: SYN, ..client_packet.clone() }.frame());
-        let destination = balancer.forward_frame(&client_packet.frame());
-        let uses_flow_table = mode == timestamps_off_mode || mode.consistency == Consistency::HashTable;
+        let client_packet =
+            TcpPacket { tcp_options: aligned_timestamp_option(1, 2), ..TcpPacket::new(CLIENT_ENDPOINT, VIP) };
+        balancer.run_frame(&TcpPacket { flags: SYN, ..client_packet.clone() }.to_frame());
+        let destination = balancer.forward_frame(&client_packet.to_frame());
+        let uses_flow_table = mode == timestamps_off_mode || mode.consistency == ConsistencyMode::HashTable;
         if uses_flow_table {
             let server = *ids.iter().find(|id| balancer.server_macs[&(0, **id)] == destination).unwrap();
             balancer.expect_sent_to(0, &frame, server, "icmp_error");
@@ -199,21 +204,21 @@ fn icmp_errors_about_datagrams_follow_the_udp_flow() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(73, 0);
     let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
-    for consistency in [Consistency::HashTable, Consistency::None] {
+    for consistency in [ConsistencyMode::HashTable, ConsistencyMode::None] {
         let mode = ServiceSettings { consistency, ..ServiceSettings::default_for_protocol(Protocol::Udp) };
-        let mut balancer = Balancer::with_model(&[(udp_address, mode)], Options::default(), &mut rng);
+        let mut balancer = TestBalancer::with_model(&[(udp_address, mode)], LoadBalancerOptions::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 5, &mut rng);
-        balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
-        let frame = icmp_error(3, &ip_packet_of(&UdpDatagram::new(VIP, CLIENT).frame()));
+        balancer.install_table(0, &random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+        let frame = icmp_error_frame(3, &ip_packet_in_frame(&UdpDatagram::new(VIP, CLIENT_ENDPOINT).to_frame()));
         balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
-        let destination = balancer.forward_frame(&UdpDatagram::new(CLIENT, VIP).frame());
-        if consistency == Consistency::HashTable {
+        let destination = balancer.forward_frame(&UdpDatagram::new(CLIENT_ENDPOINT, VIP).to_frame());
+        if consistency == ConsistencyMode::HashTable {
             let server = *server_ids.iter().find(|id| balancer.server_macs[&(0, **id)] == destination).unwrap();
             balancer.expect_sent_to(0, &frame, server, "icmp_error");
         } else {
             balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
         }
-        balancer.expect_passed_uncounted(&icmp_error(3, &packet_to_quote(vec![], vec![])));
+        balancer.expect_passed_uncounted(&icmp_error_frame(3, &quotable_server_packet(vec![], vec![])));
     }
 }
 
@@ -221,30 +226,31 @@ fn icmp_errors_about_datagrams_follow_the_udp_flow() {
 fn icmp_error_about_no_service_passes_unchanged() {
     skip_if!(missing_bpf_rights());
     let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
-    let quoted_packet = packet_to_quote(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[0]), 7), vec![]);
-    let valid_frame = icmp_error(3, &quoted_packet);
+    let quoted_packet =
+        quotable_server_packet(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[0]), 7), vec![]);
+    let valid_frame = icmp_error_frame(3, &quoted_packet);
     balancer.expect_sent_to(0, &valid_frame, ids[0], "icmp_error");
-    let changed_frame = |offset: usize, bytes: &[u8]| {
+    let frame_with_changed_bytes = |offset: usize, bytes: &[u8]| {
         let mut frame = valid_frame.clone();
         frame[offset..offset + bytes.len()].copy_from_slice(bytes);
         frame
     };
     let mut passed_frames = vec![
-        ("about another address", changed_frame(QUOTE_OFFSET + 12, &[10, 200, 0, 2])),
-        ("about another port", changed_frame(QUOTE_OFFSET + 20, &[0, 81])),
-        ("about another protocol", changed_frame(QUOTE_OFFSET + 9, &[47])),
-        ("about UDP", changed_frame(QUOTE_OFFSET + 9, &[17])),
-        ("about a later fragment", changed_frame(QUOTE_OFFSET + 6, &[0, 1])),
-        ("to another address", changed_frame(IP_OFFSET + 16, &[10, 200, 0, 2])),
-        ("a fragment itself", changed_frame(IP_OFFSET + 6, &[0x20, 0])),
-        ("a later fragment itself", changed_frame(IP_OFFSET + 6, &[0, 3])),
+        ("about another address", frame_with_changed_bytes(QUOTED_PACKET_OFFSET + 12, &[10, 200, 0, 2])),
+        ("about another port", frame_with_changed_bytes(QUOTED_PACKET_OFFSET + 20, &[0, 81])),
+        ("about another protocol", frame_with_changed_bytes(QUOTED_PACKET_OFFSET + 9, &[47])),
+        ("about UDP", frame_with_changed_bytes(QUOTED_PACKET_OFFSET + 9, &[17])),
+        ("about a later fragment", frame_with_changed_bytes(QUOTED_PACKET_OFFSET + 6, &[0, 1])),
+        ("to another address", frame_with_changed_bytes(IP_HEADER_OFFSET + 16, &[10, 200, 0, 2])),
+        ("a fragment itself", frame_with_changed_bytes(IP_HEADER_OFFSET + 6, &[0x20, 0])),
+        ("a later fragment itself", frame_with_changed_bytes(IP_HEADER_OFFSET + 6, &[0, 3])),
     ];
     // An error about a first fragment is forwarded, because that fragment contains the ports.
-    balancer.expect_sent_to(0, &changed_frame(QUOTE_OFFSET + 6, &[0x20, 0]), ids[0], "icmp_error");
+    balancer.expect_sent_to(0, &frame_with_changed_bytes(QUOTED_PACKET_OFFSET + 6, &[0x20, 0]), ids[0], "icmp_error");
     passed_frames.extend(
         (0..=255u8)
             .filter(|kind| ![3, 11, 12].contains(kind))
-            .map(|kind| ("another type", changed_frame(ICMP_OFFSET, &[kind]))),
+            .map(|kind| ("another type", frame_with_changed_bytes(ICMP_HEADER_OFFSET, &[kind]))),
     );
     for (case_name, frame) in passed_frames {
         println!("{case_name}");
@@ -253,14 +259,15 @@ fn icmp_error_about_no_service_passes_unchanged() {
 }
 
 /// Returns a load balancer, and the frame of an ICMP error that quotes a packet with a cookie.
-fn balancer_with_valid_error() -> (Balancer, Vec<u8>) {
+fn balancer_with_valid_error() -> (TestBalancer, Vec<u8>) {
     let (balancer, ids) = balancer_with_servers(ServiceSettings::default());
-    let quoted_packet = packet_to_quote(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[0]), 7), vec![]);
-    let valid_frame = icmp_error(3, &quoted_packet);
+    let quoted_packet =
+        quotable_server_packet(aligned_timestamp_option(tsval_with_cookie(&balancer, ids[0]), 7), vec![]);
+    let valid_frame = icmp_error_frame(3, &quoted_packet);
     (balancer, valid_frame)
 }
 
-fn expect_no_internal_drop(balancer: &Balancer) {
+fn expect_no_internal_drop(balancer: &TestBalancer) {
     let internal_drop_counter = coreward_intf::LB_COUNTER_DROP_INTERNAL as usize;
     assert_eq!(balancer.lb.service_counters(balancer.service_indexes[0]).packets_by_outcome[internal_drop_counter], 0);
 }
@@ -272,16 +279,16 @@ fn malformed_icmp_errors_are_dropped_and_counted() {
     // The outer IP packet ends before the quote has 8 bytes after its IP header.
     for total_length in 0..20 + 8 + 28u16 {
         let mut frame = valid_frame.clone();
-        frame[IP_OFFSET + 2..IP_OFFSET + 4].copy_from_slice(&total_length.to_be_bytes());
+        frame[IP_HEADER_OFFSET + 2..IP_HEADER_OFFSET + 4].copy_from_slice(&total_length.to_be_bytes());
         let drop_counter = if total_length < 20 { "drop_malformed_ipv4" } else { "drop_malformed_icmp" };
         balancer.expect_unforwarded_without_service(&frame, XDP_DROP, drop_counter);
     }
-    for truncated_length in IP_OFFSET + 20..valid_frame.len() {
+    for truncated_length in IP_HEADER_OFFSET + 20..valid_frame.len() {
         balancer.expect_unforwarded_without_service(&valid_frame[..truncated_length], XDP_DROP, "drop_malformed_ipv4");
     }
     for version_and_length in (0..=255u8).filter(|byte| *byte != 0x45) {
         let mut frame = valid_frame.clone();
-        frame[QUOTE_OFFSET] = version_and_length;
+        frame[QUOTED_PACKET_OFFSET] = version_and_length;
         let header_words = usize::from(version_and_length & 0xf);
         if version_and_length >> 4 != 4 || header_words < 5 {
             balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
@@ -291,9 +298,9 @@ fn malformed_icmp_errors_are_dropped_and_counted() {
         }
     }
     // The quoted IP header is longer than the quote.
-    let short_quote = &packet_to_quote(vec![], vec![])[..28];
-    let mut frame = icmp_error(3, short_quote);
-    frame[QUOTE_OFFSET] = 0x46;
+    let short_quote = &quotable_server_packet(vec![], vec![])[..28];
+    let mut frame = icmp_error_frame(3, short_quote);
+    frame[QUOTED_PACKET_OFFSET] = 0x46;
     balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
     expect_no_internal_drop(&balancer);
 }
@@ -307,10 +314,11 @@ fn random_icmp_errors_have_one_outcome_and_stay_unchanged() {
     for _ in 0..5_000 {
         let mut frame = valid_frame.clone();
         for _ in 0..=uniform_below(&mut rng, 4) {
-            let changed_offset = ICMP_OFFSET + uniform_below(&mut rng, (frame.len() - ICMP_OFFSET) as u32) as usize;
+            let changed_offset =
+                ICMP_HEADER_OFFSET + uniform_below(&mut rng, (frame.len() - ICMP_HEADER_OFFSET) as u32) as usize;
             frame[changed_offset] = rng.next_u32() as u8;
         }
-        let (_, output_frame) = balancer.run(&frame);
+        let (_, output_frame) = balancer.run_frame(&frame);
         assert_eq!(output_frame[12..], frame[12..]);
     }
     expect_no_internal_drop(&balancer);

@@ -2,22 +2,23 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use coreward_dataplane::lb::{Options, Server};
+use coreward_dataplane::lb::{LoadBalancerOptions, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::connection_table::TableSize;
-use coreward_model::consistency::{Consistency, ServiceMigration, ServiceSettings};
+use coreward_model::connection_table::ConnectionTableSize;
+use coreward_model::consistency::{ConsistencyMode, ServiceMigration, ServiceSettings};
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::placement::{PlacementRule, PlacementState};
+use coreward_model::placement::{PlacementRule, PlacementTableState};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
 use crate::support::balancer::{
-    Balancer, ExpectedIdentification, XDP_DROP, id, previous_server, random_table, service_address,
+    ExpectedIdentification, TestBalancer, XDP_DROP, previous_server, random_placement_table, server_id_from_number,
+    service_address,
 };
-use crate::support::stateful::{STATEFUL_MODE, cookie_index_of, own_owner_number};
+use crate::support::stateful::{STATEFUL_MODE, own_owner_number, read_cookie_index};
 use crate::support::{
     self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, ipv6_frame, missing_bpf_rights, skip_if,
     timestamp_option,
@@ -30,7 +31,7 @@ fn random_client(rng: &mut impl rand::Rng) -> (Ipv6Addr, u16) {
     (Ipv6Addr::from(u128::from(rng.next_u64()) << 64 | u128::from(rng.next_u64())), rng.next_u32() as u16)
 }
 
-fn tuple_to_vip(client: (Ipv6Addr, u16)) -> FourTuple {
+fn four_tuple_to_vip(client: (Ipv6Addr, u16)) -> FourTuple {
     FourTuple::ipv6(client, VIP)
 }
 
@@ -58,22 +59,22 @@ fn syn_frame(client: (Ipv6Addr, u16)) -> Vec<u8> {
 }
 
 /// Returns a load balancer with an IPv6 and an IPv4 service. Service 0 has the IPv6 VIP.
-fn dual_stack_balancer(rng: &mut impl rand::Rng) -> Balancer {
+fn dual_stack_balancer(rng: &mut impl rand::Rng) -> TestBalancer {
     let services =
         [service_address(VIP), service_address(IPV4_VIP)].map(|service| (service, ServiceSettings::default()));
-    Balancer::with_model(&services, Options::default(), rng)
+    TestBalancer::with_model(&services, LoadBalancerOptions::default(), rng)
 }
 
 /// Returns lists of extension headers that the program skips to find the TCP header.
 fn skippable_extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
-    let options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
+    let new_options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
     // An atomic fragment contains the whole packet (RFC 6946). The authentication header has 24 bytes.
     let atomic_fragment_header = (44, vec![0, 0, 0, 0, 1, 2, 3, 4]);
     let authentication_header = (51, [&[0, 4][..], &[0; 22]].concat());
     [
-        vec![options_header(0)],
-        vec![options_header(60)],
-        vec![options_header(0), options_header(43), atomic_fragment_header],
+        vec![new_options_header(0)],
+        vec![new_options_header(60)],
+        vec![new_options_header(0), new_options_header(43), atomic_fragment_header],
         vec![authentication_header],
     ]
 }
@@ -87,14 +88,14 @@ fn new_ipv6_connections_go_to_the_models_server() {
     for rule in PlacementRule::ALL {
         for (generation, groups) in [1, 2, 4].into_iter().enumerate() {
             let server_ids = balancer.replace_servers(0, 30, &mut rng);
-            let table = random_table(rule, generation as u64 + 1, groups, &server_ids, &mut rng);
-            let mut placement_state = PlacementState::for_table(&table);
+            let table = random_placement_table(rule, generation as u64 + 1, groups, &server_ids, &mut rng);
+            let mut placement_state = PlacementTableState::for_table(&table);
             placement_state.round_robin_counter = balancer.round_robin_count;
             balancer.install_table(0, &table);
             for _ in 0..200 {
                 let client = random_client(&mut rng);
                 let chosen_server =
-                    table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
+                    table.select_server(&mut placement_state, &four_tuple_to_vip(client)).expect("there are members");
                 balancer.expect_sent_to(0, &syn_frame(client), chosen_server, "new_connection");
             }
             balancer.round_robin_count = placement_state.round_robin_counter;
@@ -114,13 +115,13 @@ fn ipv6_established_packets_follow_the_cookie() {
         }
         let client = random_client(&mut rng);
         let server = server_ids[uniform_below(&mut rng, server_ids.len() as u32) as usize];
-        let tsecr = balancer.stamp_by_random_key(&tuple_to_vip(client), server, &mut rng);
+        let tsecr = balancer.stamp_by_random_key(&four_tuple_to_vip(client), server, &mut rng);
         let unaligned_timestamp = [&[1][..], &timestamp_option(1, tsecr), &[0]].concat();
-        let flags = [ACK, ACK | FIN, ACK | RST, RST][uniform_below(&mut rng, 4) as usize];
+        let tcp_flags = [ACK, ACK | FIN, ACK | RST, RST][uniform_below(&mut rng, 4) as usize];
         for options in [aligned_timestamp_option(1, tsecr), unaligned_timestamp] {
-            balancer.expect_sent_to(0, &client_frame(client, flags, options.clone()), server, "established");
+            balancer.expect_sent_to(0, &client_frame(client, tcp_flags, options.clone()), server, "established");
             for headers in skippable_extension_headers() {
-                let frame_after_headers = frame_with_extension_headers(&headers, client, flags, options.clone());
+                let frame_after_headers = frame_with_extension_headers(&headers, client, tcp_flags, options.clone());
                 balancer.expect_sent_to(0, &frame_after_headers, server, "established");
             }
         }
@@ -133,13 +134,13 @@ fn ipv6_packets_without_timestamps_contain_the_previous_server() {
     let mut rng = seeded_rng(63, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
     let server_ids = balancer.replace_servers(0, 7, &mut rng);
-    let table = random_table(PlacementRule::Table, 1, 2, &server_ids, &mut rng);
+    let table = random_placement_table(PlacementRule::Table, 1, 2, &server_ids, &mut rng);
     balancer.install_table(0, &table);
     for _ in 0..300 {
         let client = random_client(&mut rng);
-        let chosen_server = table.consistent_server(&tuple_to_vip(client)).expect("one per bucket");
+        let chosen_server = table.consistent_server(&four_tuple_to_vip(client)).expect("one per bucket");
         let previous_server_identification =
-            ExpectedIdentification::PreviousServer(previous_server(&table, &tuple_to_vip(client)));
+            ExpectedIdentification::PreviousServer(previous_server(&table, &four_tuple_to_vip(client)));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK | FIN, "flow_table")] {
             balancer.expect_sent_with_identification(
                 0,
@@ -158,28 +159,28 @@ fn dual_stack_balancer_separates_address_families() {
     let mut rng = seeded_rng(64, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
     let (ipv6_ids, ipv4_ids) = (balancer.replace_servers(0, 1, &mut rng), balancer.replace_servers(1, 1, &mut rng));
-    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &ipv6_ids, &mut rng));
-    balancer.install_table(1, &random_table(PlacementRule::Table, 1, 1, &ipv4_ids, &mut rng));
+    balancer.install_table(0, &random_placement_table(PlacementRule::Table, 1, 1, &ipv6_ids, &mut rng));
+    balancer.install_table(1, &random_placement_table(PlacementRule::Table, 1, 1, &ipv4_ids, &mut rng));
     balancer.expect_sent_to(0, &syn_frame(random_client(&mut rng)), ipv6_ids[0], "new_connection");
     let ipv4_syn = TcpPacket {
         flags: SYN,
         tcp_options: timestamp_option(1, 0),
         ..TcpPacket::new((Ipv4Addr::new(10, 1, 0, 7), 1), IPV4_VIP)
     };
-    balancer.expect_sent_to(1, &ipv4_syn.frame(), ipv4_ids[0], "new_connection");
+    balancer.expect_sent_to(1, &ipv4_syn.to_frame(), ipv4_ids[0], "new_connection");
 }
 
 /// Returns a load balancer with servers in service 0, and a client of that service.
-fn balancer_with_client() -> (Balancer, (Ipv6Addr, u16)) {
+fn balancer_with_client() -> (TestBalancer, (Ipv6Addr, u16)) {
     let mut rng = seeded_rng(65, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
     let server_ids = balancer.replace_servers(0, 3, &mut rng);
-    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+    balancer.install_table(0, &random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
     (balancer, random_client(&mut rng))
 }
 
 /// Returns a copy of `frame` with `bytes` at `offset`.
-fn changed_frame(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
+fn frame_with_changed_bytes(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
     let mut frame = frame.to_vec();
     frame[offset..offset + bytes.len()].copy_from_slice(bytes);
     frame
@@ -189,10 +190,11 @@ fn changed_frame(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
 fn malformed_ipv6_is_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let (balancer, client) = balancer_with_client();
-    let changed_syn = |offset: usize, bytes: &[u8]| changed_frame(&syn_frame(client), offset, bytes);
+    let syn_with_changed_bytes =
+        |offset: usize, bytes: &[u8]| frame_with_changed_bytes(&syn_frame(client), offset, bytes);
     let expect_drop = |frame: &[u8], name| balancer.expect_unforwarded_without_service(frame, XDP_DROP, name);
-    expect_drop(&changed_syn(14, &[0x50]), "drop_malformed_ipv6");
-    expect_drop(&changed_syn(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
+    expect_drop(&syn_with_changed_bytes(14, &[0x50]), "drop_malformed_ipv6");
+    expect_drop(&syn_with_changed_bytes(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
     // The chain of extension headers ends beyond the packet, or beyond the bytes that the program reads.
     expect_drop(&ipv6_frame([client.0, VIP.0], &[(0, vec![0, 0])], 6, &[]), "drop_malformed_ipv6");
     // The header of a later fragment ends after the packet, in the frame's padding.
@@ -202,33 +204,34 @@ fn malformed_ipv6_is_dropped_and_counted() {
     let long_options_header = (60, [&[0, 9][..], &[0; 78]].concat());
     expect_drop(&frame_with_extension_headers(&[long_options_header], client, ACK, vec![]), "drop_extension_headers");
     // The program skips at most six extension headers, and treats a seventh as an unknown protocol.
-    let options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
+    let new_options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
     balancer.expect_passed_uncounted(&frame_with_extension_headers(
-        &[0, 60, 43, 60, 60, 60, 60].map(options_header),
+        &[0, 60, 43, 60, 60, 60, 60].map(new_options_header),
         client,
         ACK,
         vec![],
     ));
     let fragment_header = (44, vec![0, 0, 0, 1, 1, 2, 3, 4]);
     expect_drop(&frame_with_extension_headers(&[fragment_header], client, ACK, vec![]), "drop_fragment");
-    balancer.expect_unforwarded(&changed_syn(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
-    balancer.expect_unforwarded(&changed_syn(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
+    balancer.expect_unforwarded(&syn_with_changed_bytes(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
+    balancer.expect_unforwarded(&syn_with_changed_bytes(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
 }
 
 #[test]
 fn ipv6_packets_for_the_own_host_pass() {
     skip_if!(missing_bpf_rights());
     let (balancer, client) = balancer_with_client();
-    let changed_syn = |offset: usize, bytes: &[u8]| changed_frame(&syn_frame(client), offset, bytes);
+    let syn_with_changed_bytes =
+        |offset: usize, bytes: &[u8]| frame_with_changed_bytes(&syn_frame(client), offset, bytes);
     // Packets for the kernel have another VIP, another port, a multicast MAC address, or an echo request.
-    balancer.expect_passed_uncounted(&changed_syn(39, &[7]));
-    balancer.expect_passed_uncounted(&changed_syn(56, &[7]));
-    balancer.expect_passed_uncounted(&changed_syn(0, &[0x33, 0x33]));
+    balancer.expect_passed_uncounted(&syn_with_changed_bytes(39, &[7]));
+    balancer.expect_passed_uncounted(&syn_with_changed_bytes(56, &[7]));
+    balancer.expect_passed_uncounted(&syn_with_changed_bytes(0, &[0x33, 0x33]));
     balancer.expect_passed_uncounted(&ipv6_frame([client.0, VIP.0], &[], 58, &[128, 0, 0, 0, 0, 0, 0, 0]));
 }
 
 /// Returns an ICMPv6 error from `router` to the VIP that quotes `quoted_length` bytes of a packet from the VIP.
-fn icmpv6_error(
+fn icmpv6_error_frame(
     kind: u8,
     router: Ipv6Addr,
     client: (Ipv6Addr, u16),
@@ -246,7 +249,7 @@ fn icmpv6_error(
 }
 
 /// Source of the ICMPv6 errors.
-const ICMPV6_ROUTER: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
+const ICMPV6_ROUTER_ADDRESS: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
 
 #[test]
 fn icmpv6_errors_reach_the_server_in_the_quoted_cookie() {
@@ -260,16 +263,21 @@ fn icmpv6_errors_reach_the_server_in_the_quoted_cookie() {
         let cookie_value = cookie::stamp_tsval(
             &balancer.fleet_keys,
             &support::FOREIGN_TIME_KEY,
-            &tuple_to_vip(client),
+            &four_tuple_to_vip(client),
             Cookie::Server(server),
             rng.next_u32(),
         );
-        let error_with_complete_quote =
-            icmpv6_error(kind, ICMPV6_ROUTER, client, aligned_timestamp_option(cookie_value, 7), usize::MAX);
+        let error_with_complete_quote = icmpv6_error_frame(
+            kind,
+            ICMPV6_ROUTER_ADDRESS,
+            client,
+            aligned_timestamp_option(cookie_value, 7),
+            usize::MAX,
+        );
         balancer.expect_sent_to(0, &error_with_complete_quote, server, "icmp_error");
         // An error whose quote lacks the timestamp is broadcast.
         let error_with_short_quote =
-            icmpv6_error(kind, ICMPV6_ROUTER, client, aligned_timestamp_option(cookie_value, 7), 48);
+            icmpv6_error_frame(kind, ICMPV6_ROUTER_ADDRESS, client, aligned_timestamp_option(cookie_value, 7), 48);
         balancer.expect_broadcast_or_dropped(
             0,
             &error_with_short_quote,
@@ -285,34 +293,39 @@ fn malformed_icmpv6_errors_are_dropped_and_unrelated_errors_pass() {
     let mut rng = seeded_rng(68, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
     balancer.replace_servers(0, 300, &mut rng);
-    let error_without_cookie = icmpv6_error(2, ICMPV6_ROUTER, random_client(&mut rng), vec![], usize::MAX);
+    let error_without_cookie =
+        icmpv6_error_frame(2, ICMPV6_ROUTER_ADDRESS, random_client(&mut rng), vec![], usize::MAX);
     balancer.expect_unforwarded_without_service(
-        &icmpv6_error(2, ICMPV6_ROUTER, random_client(&mut rng), vec![], 47),
+        &icmpv6_error_frame(2, ICMPV6_ROUTER_ADDRESS, random_client(&mut rng), vec![], 47),
         XDP_DROP,
         "drop_malformed_icmp",
     );
     // Messages for the kernel are an echo request, a quote from another VIP, and a quote with extension headers.
-    let changed_error = |offset: usize, byte: u8| changed_frame(&error_without_cookie, offset, &[byte]);
-    balancer.expect_passed_uncounted(&changed_error(54, 128));
-    balancer.expect_passed_uncounted(&changed_error(62 + 8 + 15, 99));
-    balancer.expect_passed_uncounted(&changed_error(62 + 6, 60));
-    balancer.expect_unforwarded_without_service(&changed_error(62, 0x40), XDP_DROP, "drop_malformed_icmp");
-    balancer.expect_unforwarded_without_service(&changed_error(18, 0x40), XDP_DROP, "drop_malformed_ipv6");
+    let error_with_changed_byte =
+        |offset: usize, byte: u8| frame_with_changed_bytes(&error_without_cookie, offset, &[byte]);
+    balancer.expect_passed_uncounted(&error_with_changed_byte(54, 128));
+    balancer.expect_passed_uncounted(&error_with_changed_byte(62 + 8 + 15, 99));
+    balancer.expect_passed_uncounted(&error_with_changed_byte(62 + 6, 60));
+    balancer.expect_unforwarded_without_service(&error_with_changed_byte(62, 0x40), XDP_DROP, "drop_malformed_icmp");
+    balancer.expect_unforwarded_without_service(&error_with_changed_byte(18, 0x40), XDP_DROP, "drop_malformed_ipv6");
 }
 
 #[test]
 fn packets_of_stateful_ipv6_connections_find_their_entry() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(69, 0);
-    let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
-    let mut balancer = Balancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    let options = LoadBalancerOptions {
+        connection_table_size: ConnectionTableSize::try_from(4096).unwrap(),
+        ..LoadBalancerOptions::default()
+    };
+    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
     let server_ids = balancer.replace_servers(0, 9, &mut rng);
-    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
+    balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     balancer.lb.set_owner_number(Some(own_owner_number()));
     for _ in 0..300 {
         let client = random_client(&mut rng);
         let (_, first_frame) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
-        let cookie_index = cookie_index_of(&first_frame).expect("an entry");
+        let cookie_index = read_cookie_index(&first_frame).expect("an entry");
         let mut client_entries =
             balancer.lb.connections(balancer.service_indexes[0]).filter(|entry| entry.client == client.into());
         let server = client_entries.next().expect("an entry of that client").identity.server;
@@ -320,14 +333,14 @@ fn packets_of_stateful_ipv6_connections_find_their_entry() {
         // The SYN is retransmitted, and packets follow on the fast and the slow path.
         let (_, repeated_frame) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
         assert_eq!(
-            (&first_frame[..6], cookie_index_of(&repeated_frame)),
+            (&first_frame[..6], read_cookie_index(&repeated_frame)),
             (&balancer.server_macs[&(0, server)].0[..], Some(cookie_index))
         );
         let table_cookie = Cookie::TableIndex(cookie_index);
         let tsecr = cookie::stamp_tsval(
             &balancer.fleet_keys,
             &support::FOREIGN_TIME_KEY,
-            &tuple_to_vip(client),
+            &four_tuple_to_vip(client),
             table_cookie,
             4711,
         );
@@ -344,14 +357,17 @@ fn packets_of_stateful_ipv6_connections_find_their_entry() {
 fn ipv6_prefix_occupies_at_most_a_quarter_of_the_table() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(70, 0);
-    let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
-    let mut balancer = Balancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    let options = LoadBalancerOptions {
+        connection_table_size: ConnectionTableSize::try_from(4096).unwrap(),
+        ..LoadBalancerOptions::default()
+    };
+    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
     let server_ids = balancer.replace_servers(0, 9, &mut rng);
-    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
+    balancer.install_table(0, &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     balancer.lb.set_owner_number(Some(own_owner_number()));
     balancer.lb.update_source_prefix_limit();
     for number in 0..2000u128 {
-        balancer.run(&syn_frame((Ipv6Addr::from(0x2001_0db8 << 96 | number), 1024)));
+        balancer.run_frame(&syn_frame((Ipv6Addr::from(0x2001_0db8 << 96 | number), 1024)));
     }
     assert_eq!(balancer.lb.scan_used_entry_count(), 1024, "a quarter of the table");
     assert_eq!(balancer.event_count(0, "connection_source_limited"), 2000 - 1024);
@@ -360,11 +376,11 @@ fn ipv6_prefix_occupies_at_most_a_quarter_of_the_table() {
 }
 
 /// Returns the frame of an ACK whose cookie contains `server`.
-fn ack_frame_with_cookie(balancer: &Balancer, client: (Ipv6Addr, u16), server: ServerId) -> Vec<u8> {
+fn ack_frame_with_cookie(balancer: &TestBalancer, client: (Ipv6Addr, u16), server: ServerId) -> Vec<u8> {
     let tsecr = cookie::stamp_tsval(
         &balancer.fleet_keys,
         &support::FOREIGN_TIME_KEY,
-        &tuple_to_vip(client),
+        &four_tuple_to_vip(client),
         Cookie::Server(server),
         5,
     );
@@ -377,25 +393,26 @@ fn ack_frame_with_cookie(balancer: &Balancer, client: (Ipv6Addr, u16), server: S
 fn migrating_ipv6_service_forwards_unknown_packets() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(66, 0);
-    let other_load_balancer = id(intf::SERVER_ID_COUNT as u64 - 1);
+    let other_load_balancer = server_id_from_number(intf::SERVER_ID_COUNT as u64 - 1);
     let no_server_identification = ExpectedIdentification::PreviousServer(None);
     for migration in
         [ServiceMigration::AdoptedFrom(other_load_balancer), ServiceMigration::HandedOverTo(other_load_balancer)]
     {
         let mode = ServiceSettings { migration: Some(migration), ..ServiceSettings::default() };
-        let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), &mut rng);
+        let mut balancer =
+            TestBalancer::with_model(&[(service_address(VIP), mode)], LoadBalancerOptions::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 5, &mut rng);
         let other_mac = MacAddress([2, 0, 0, 0, 0, 0x77]);
         let other_server = Server { mac: Some(other_mac), is_eligible: false };
         balancer.lb.set_server(balancer.service_indexes[0], other_load_balancer, other_server);
         balancer.server_macs.insert((0, other_load_balancer), other_mac);
-        let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
-        let mut placement_state = PlacementState::for_table(&table);
+        let table = random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
+        let mut placement_state = PlacementTableState::for_table(&table);
         balancer.install_table(0, &table);
         for _ in 0..50 {
             let client = random_client(&mut rng);
             let chosen_server =
-                table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
+                table.select_server(&mut placement_state, &four_tuple_to_vip(client)).expect("there are members");
             let syn = syn_frame(client);
             if migration == ServiceMigration::AdoptedFrom(other_load_balancer) {
                 balancer.expect_sent_to(0, &syn, chosen_server, "new_connection");
@@ -417,7 +434,8 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
                 other_load_balancer_identification,
                 "established",
             );
-            let unknown_server = (0..).map(id).find(|id| !server_ids.contains(id)).expect("five of 16,384 are known");
+            let unknown_server =
+                (0..).map(server_id_from_number).find(|id| !server_ids.contains(id)).expect("five of 16,384 are known");
             let unknown_frame = ack_frame_with_cookie(&balancer, client, unknown_server);
             balancer.expect_sent_with_identification(
                 0,
@@ -435,8 +453,8 @@ fn ipv6_datagrams_of_a_flow_keep_their_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
     let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };
-    let mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
-    let mut balancer = Balancer::with_model(&[(udp_service, mode)], Options::default(), &mut rng);
+    let mode = ServiceSettings { consistency: ConsistencyMode::HashTable, ..ServiceSettings::default() };
+    let mut balancer = TestBalancer::with_model(&[(udp_service, mode)], LoadBalancerOptions::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 20, &mut rng);
     let udp_frame = |client: (Ipv6Addr, u16), length: u16| {
         let udp_header = [client.1, VIP.1, 8 + length, 0].map(u16::to_be_bytes).concat();
@@ -444,15 +462,15 @@ fn ipv6_datagrams_of_a_flow_keep_their_server() {
     };
     let mut clients_with_servers: Vec<((Ipv6Addr, u16), ServerId)> = Vec::new();
     for generation in 1..3 {
-        let table = random_table(PlacementRule::Table, generation, 1, &server_ids, &mut rng);
-        let mut placement_state = PlacementState::for_table(&table);
+        let table = random_placement_table(PlacementRule::Table, generation, 1, &server_ids, &mut rng);
+        let mut placement_state = PlacementTableState::for_table(&table);
         balancer.install_table(0, &table);
         for (client, server) in &clients_with_servers {
             balancer.expect_sent_to(0, &udp_frame(*client, 8), *server, "flow_table");
         }
         for client in std::iter::repeat_with(|| random_client(&mut rng)).take(200) {
             let chosen_server =
-                table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
+                table.select_server(&mut placement_state, &four_tuple_to_vip(client)).expect("there are members");
             balancer.expect_sent_to(0, &udp_frame(client, 8), chosen_server, "new_connection");
             clients_with_servers.push((client, chosen_server));
         }
@@ -466,11 +484,11 @@ fn later_ipv6_fragments_follow_the_first_fragment() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(71, 0);
     let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };
-    let mode = ServiceSettings { consistency: Consistency::HashTable, ..ServiceSettings::default() };
-    let mut balancer = Balancer::with_model(&[(udp_service, mode)], Options::default(), &mut rng);
+    let mode = ServiceSettings { consistency: ConsistencyMode::HashTable, ..ServiceSettings::default() };
+    let mut balancer = TestBalancer::with_model(&[(udp_service, mode)], LoadBalancerOptions::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 20, &mut rng);
-    let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
-    let mut placement_state = PlacementState::for_table(&table);
+    let table = random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
+    let mut placement_state = PlacementTableState::for_table(&table);
     balancer.install_table(0, &table);
     let fragment_frame = |client: (Ipv6Addr, u16), identification: u32, field: u16, payload: &[u8]| {
         let fragment_header = [&[0, 0][..], &field.to_be_bytes(), &identification.to_be_bytes()].concat();
@@ -479,7 +497,7 @@ fn later_ipv6_fragments_follow_the_first_fragment() {
     for identification in 0..200 {
         let client = random_client(&mut rng);
         let chosen_server =
-            table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
+            table.select_server(&mut placement_state, &four_tuple_to_vip(client)).expect("there are members");
         let udp_header = [client.1, VIP.1, 2008, 0].map(u16::to_be_bytes).concat();
         let later_fragment = fragment_frame(client, identification, 1000 | 1, b"more");
         balancer.expect_unforwarded_without_service(&later_fragment, XDP_DROP, "drop_fragment");

@@ -6,61 +6,67 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::{AttachedXdpMode, COUNTER_COUNT, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
+use coreward_dataplane::lb::{
+    AttachedXdpMode, COUNTER_COUNT, LoadBalancer, LoadBalancerOptions, Server, ServiceIndex, XdpMode,
+};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
-use crate::support::balancer::{CLIENT, VIP, id, random_table, service_address};
-use crate::support::network::{PinDirectory, VethPair, mac_address};
+use crate::support::balancer::{CLIENT_ENDPOINT, VIP, random_placement_table, server_id_from_number, service_address};
+use crate::support::network::{PinDirectory, VethPair, interface_mac};
 use crate::support::{self, TcpPacket, UdpDatagram, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
 const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
 
-fn pinned_options(pins: &PinDirectory) -> Options {
-    Options { pin_directory: Some(pins.path()), ..Options::default() }
+fn pinned_options(pins: &PinDirectory) -> LoadBalancerOptions {
+    LoadBalancerOptions { pin_directory: Some(pins.path()), ..LoadBalancerOptions::default() }
 }
 
-fn only_server() -> ServerId {
-    id(7)
+fn only_server_id() -> ServerId {
+    server_id_from_number(7)
 }
 
 fn fleet_keys() -> FleetCookieKeys {
     FleetCookieKeys {
         keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
-        current_key_index: KeyIndex::First,
+        current_key_index: CookieKeyIndex::First,
     }
 }
 
-fn one_server_table(generation: u64, rule: PlacementRule) -> PlacementTable {
-    random_table(rule, generation, 1, &[only_server()], &mut seeded_rng(generation, 0))
+fn one_server_placement_table(generation: u64, rule: PlacementRule) -> PlacementTable {
+    random_placement_table(rule, generation, 1, &[only_server_id()], &mut seeded_rng(generation, 0))
 }
 
 fn set_up_service(lb: &mut LoadBalancer) -> ServiceIndex {
     let service_index = lb.set_services(&[(service_address(VIP), ServiceSettings::default())]).unwrap()[0];
     lb.set_cookie_keys(&fleet_keys());
-    lb.set_server(service_index, only_server(), Server { mac: Some(SERVER_MAC), is_eligible: true });
-    lb.install_table(service_index, &one_server_table(1, PlacementRule::Table)).unwrap();
+    lb.set_server(service_index, only_server_id(), Server { mac: Some(SERVER_MAC), is_eligible: true });
+    lb.install_table(service_index, &one_server_placement_table(1, PlacementRule::Table)).unwrap();
     service_index
 }
 
-fn frame_with_cookie(destination_mac: [u8; 6]) -> Vec<u8> {
+fn frame_with_server_cookie(destination_mac: [u8; 6]) -> Vec<u8> {
     let tsecr = cookie::stamp_tsval(
         &fleet_keys(),
         &support::FOREIGN_TIME_KEY,
-        &FourTuple::ipv4(CLIENT, VIP),
-        Cookie::Server(only_server()),
+        &FourTuple::ipv4(CLIENT_ENDPOINT, VIP),
+        Cookie::Server(only_server_id()),
         5,
     );
-    TcpPacket { destination_mac, tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(CLIENT, VIP) }
-        .frame()
+    TcpPacket {
+        destination_mac,
+        tcp_options: aligned_timestamp_option(1, tsecr),
+        ..TcpPacket::new(CLIENT_ENDPOINT, VIP)
+    }
+    .to_frame()
 }
 
 fn forwarded_packet_count(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
@@ -73,11 +79,11 @@ fn total_packet_count(lb: &LoadBalancer) -> u64 {
 
 /// Returns a function that reads the number of forwarded packets from the pinned map, which works even if no load
 /// balancer process is running.
-fn pinned_packet_counter(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
+fn open_pinned_packet_counter(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
     let counters_map = MapHandle::from_pinned_path(pins.path().join("lb/counters")).unwrap();
     let entry_count = counters_map.max_entries() as usize;
     let mapped_counters =
-        coreward_dataplane::mmap_array::MmapArray::<[intf::lb_counters]>::new_slice(counters_map.as_fd(), entry_count)
+        coreward_dataplane::mmap_array::MmapArray::<[intf::lb_counters]>::mmap_slice(counters_map.as_fd(), entry_count)
             .unwrap();
     let counter_offset = intf::LB_COUNTER_ESTABLISHED as usize * size_of::<u64>();
     let packets_offset = offset_of!(intf::lb_counters, packets) + counter_offset;
@@ -92,26 +98,26 @@ fn pinned_packet_counter(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<>
 fn new_process_takes_over_while_packets_pass() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
-    let device_mac = veth_pair.server.run_inside(|| mac_address("eth0").0);
-    let start_process = || {
+    let device_mac = veth_pair.server.run_in_namespace(|| interface_mac("eth0").0);
+    let start_lb_process = || {
         let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
-        let attachment = veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
+        let attachment = veth_pair.server.run_in_namespace(|| lb.attach("eth0", XdpMode::Native)).unwrap();
         assert_eq!(attachment, AttachedXdpMode::Native);
         lb
     };
-    let mut lb = start_process();
+    let mut lb = start_lb_process();
     assert!(!lb.is_state_taken_over());
     let mut service_index = set_up_service(&mut lb);
 
-    let forwarded_count = pinned_packet_counter(&pins);
+    let forwarded_count = open_pinned_packet_counter(&pins);
     let (is_done, sent_frames) = (AtomicBool::new(false), AtomicU64::new(0));
     // The deadline ends the sending thread if an assertion below fails.
     let send_deadline = Instant::now() + Duration::from_secs(60);
     let (lb, index) = std::thread::scope(|scope| {
         scope.spawn(|| {
-            veth_pair.client.run_inside(|| {
+            veth_pair.client.run_in_namespace(|| {
                 let packet_socket = support::packet_socket::PacketSocket::open("eth0");
-                let frame = frame_with_cookie(device_mac);
+                let frame = frame_with_server_cookie(device_mac);
                 while !is_done.load(Ordering::Relaxed) && Instant::now() < send_deadline {
                     packet_socket.send_frame(&frame);
                     let sent_count = sent_frames.fetch_add(1, Ordering::Relaxed) + 1;
@@ -135,7 +141,7 @@ fn new_process_takes_over_while_packets_pass() {
             let packet_count_before = total_packet_count(&lb);
             drop(lb);
             wait_for_sent_packets(40);
-            lb = start_process();
+            lb = start_lb_process();
             assert!(lb.is_state_taken_over());
             assert!(
                 total_packet_count(&lb) >= packet_count_before && packet_count_before > 0,
@@ -143,12 +149,12 @@ fn new_process_takes_over_while_packets_pass() {
             );
             assert_eq!(lb.services().collect::<Vec<_>>(), [(service_address(VIP), service_index)]);
             let expected_server = Server { mac: Some(SERVER_MAC), is_eligible: true };
-            assert_eq!(lb.servers(service_index), [(only_server(), expected_server)]);
-            assert_eq!(lb.table_generation(service_index), Some(round + 1));
+            assert_eq!(lb.servers(service_index), [(only_server_id(), expected_server)]);
+            assert_eq!(lb.placement_table_generation(service_index), Some(round + 1));
             // A rule that differs from the one taken over replaces the program at the device once more.
             let next_rule = PlacementRule::ALL[(round + 1) as usize % PlacementRule::ALL.len()];
             service_index = lb.set_services(&[(service_address(VIP), ServiceSettings::default())]).unwrap()[0];
-            lb.install_table(service_index, &one_server_table(round + 2, next_rule)).unwrap();
+            lb.install_table(service_index, &one_server_placement_table(round + 2, next_rule)).unwrap();
         }
         is_done.store(true, Ordering::Relaxed);
         (lb, service_index)
@@ -168,22 +174,23 @@ fn new_process_takes_over_while_packets_pass() {
     assert!(!pins.path().join("lb").exists());
     let ip_link_output = veth_pair
         .server
-        .run_inside(|| std::process::Command::new("ip").args(["link", "show", "eth0"]).output().unwrap());
+        .run_in_namespace(|| std::process::Command::new("ip").args(["link", "show", "eth0"]).output().unwrap());
     assert!(!String::from_utf8(ip_link_output.stdout).unwrap().contains("xdp"));
 }
 
 /// Runs the program on `frames`. Returns, for each service, the name of the counter that has increased.
-fn outcomes_of_frames(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[Vec<u8>]) -> Vec<&'static str> {
-    let read_counts = || indexes.iter().map(|index| lb.service_counters(*index).packets_by_outcome).collect::<Vec<_>>();
-    let counts_before = read_counts();
+fn run_and_name_outcomes(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[Vec<u8>]) -> Vec<&'static str> {
+    let read_outcome_counts =
+        || indexes.iter().map(|index| lb.service_counters(*index).packets_by_outcome).collect::<Vec<_>>();
+    let counts_before = read_outcome_counts();
     for frame in frames {
-        assert_eq!(test_run::run(lb.program(), frame, 1).unwrap().verdict, 3);
+        assert_eq!(test_run::run_program(lb.program_fd(), frame, 1).unwrap().verdict, 3);
     }
-    let increased_counter = |(before, after): (&[u64; COUNTER_COUNT], &[u64; COUNTER_COUNT])| {
+    let find_increased_counter = |(before, after): (&[u64; COUNTER_COUNT], &[u64; COUNTER_COUNT])| {
         let counter_index = (0..COUNTER_COUNT).find(|counter| after[*counter] > before[*counter]).unwrap();
         intf::LB_COUNTER_NAMES[counter_index]
     };
-    counts_before.iter().zip(&read_counts()).map(increased_counter).collect::<Vec<_>>()
+    counts_before.iter().zip(&read_outcome_counts()).map(find_increased_counter).collect::<Vec<_>>()
 }
 
 /// The next process takes over the services' modes, and the flow table with its entries and its size.
@@ -191,11 +198,13 @@ fn outcomes_of_frames(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[Vec
 fn new_process_takes_over_modes_and_flows() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
-    let start_process = |flow_table_entries| {
-        let mut lb =
-            LoadBalancer::load(Options { flow_table_entry_count: flow_table_entries, ..pinned_options(&pins) })
-                .unwrap();
-        veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    let start_lb_process = |flow_table_entries| {
+        let mut lb = LoadBalancer::load(LoadBalancerOptions {
+            flow_table_entry_count: flow_table_entries,
+            ..pinned_options(&pins)
+        })
+        .unwrap();
+        veth_pair.server.run_in_namespace(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
         lb.set_own_mac(MacAddress([0; 6]));
         lb
     };
@@ -205,22 +214,22 @@ fn new_process_takes_over_modes_and_flows() {
         (service_address(VIP), timestamps_off_mode),
         (udp_address, ServiceSettings::default_for_protocol(Protocol::Udp)),
     ];
-    let frames = [TcpPacket::new(CLIENT, VIP).frame(), UdpDatagram::new(CLIENT, VIP).frame()];
+    let frames = [TcpPacket::new(CLIENT_ENDPOINT, VIP).to_frame(), UdpDatagram::new(CLIENT_ENDPOINT, VIP).to_frame()];
 
-    let mut lb = start_process(1 << 14);
+    let mut lb = start_lb_process(1 << 14);
     let service_indexes = lb.set_services(&services).unwrap();
     for index in &service_indexes {
-        lb.set_server(*index, only_server(), Server { mac: Some(SERVER_MAC), is_eligible: true });
-        lb.install_table(*index, &one_server_table(1, PlacementRule::Table)).unwrap();
+        lb.set_server(*index, only_server_id(), Server { mac: Some(SERVER_MAC), is_eligible: true });
+        lb.install_table(*index, &one_server_placement_table(1, PlacementRule::Table)).unwrap();
     }
-    assert_eq!(outcomes_of_frames(&lb, &service_indexes, &frames), ["bucket_hash", "new_connection"]);
+    assert_eq!(run_and_name_outcomes(&lb, &service_indexes, &frames), ["bucket_hash", "new_connection"]);
     drop(lb);
     // Packets are processed before the new process has configured its services.
-    let mut lb = start_process(1 << 15);
+    let mut lb = start_lb_process(1 << 15);
     assert!(lb.is_state_taken_over());
-    assert_eq!(outcomes_of_frames(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
+    assert_eq!(run_and_name_outcomes(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
     assert_eq!(lb.set_services(&services).unwrap(), service_indexes);
-    assert_eq!(outcomes_of_frames(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
+    assert_eq!(run_and_name_outcomes(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
     let flow_table_map = MapHandle::from_pinned_path(pins.path().join("lb/flow_table")).unwrap();
     assert_eq!(flow_table_map.max_entries() * intf::FLOW_SET_ENTRIES, 1 << 14);
     lb.detach().unwrap();
@@ -231,7 +240,7 @@ fn failed_attachment_returns_the_reason() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let attach_in_namespace =
-        |lb: &mut LoadBalancer, interface: &str, mode| veth_pair.server.run_inside(|| lb.attach(interface, mode));
+        |lb: &mut LoadBalancer, interface: &str, mode| veth_pair.server.run_in_namespace(|| lb.attach(interface, mode));
     let attach_error =
         |lb: &mut LoadBalancer, interface, mode| format!("{:#}", attach_in_namespace(lb, interface, mode).unwrap_err());
 
@@ -260,7 +269,8 @@ fn failed_attachment_returns_the_reason() {
     lb.detach().unwrap();
 
     let directory_without_bpffs = std::env::temp_dir().join(format!("coreward-no-bpffs-{}", std::process::id()));
-    let options_without_bpffs = Options { pin_directory: Some(directory_without_bpffs.clone()), ..Options::default() };
+    let options_without_bpffs =
+        LoadBalancerOptions { pin_directory: Some(directory_without_bpffs.clone()), ..LoadBalancerOptions::default() };
     let error = LoadBalancer::load(options_without_bpffs).unwrap_err().to_string();
     assert!(error.ends_with("expected a directory on a BPF file system (`mount -t bpf bpf /sys/fs/bpf`)"), "{error}");
     std::fs::remove_dir_all(directory_without_bpffs).unwrap();
@@ -271,7 +281,7 @@ fn program_of_another_version_forwards_until_the_upgrade() {
     skip_if!(missing_bpf_rights());
     let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let attach_to_eth0 =
-        |lb: &mut LoadBalancer| veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
+        |lb: &mut LoadBalancer| veth_pair.server.run_in_namespace(|| lb.attach("eth0", XdpMode::Native)).unwrap();
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
     attach_to_eth0(&mut lb);
     drop(lb);

@@ -3,23 +3,23 @@
 
 use std::net::Ipv4Addr;
 
-use coreward_dataplane::lb::{Options, Server};
+use coreward_dataplane::lb::{LoadBalancerOptions, Server};
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb::ServerTraffic;
-use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
+use coreward_model::placement::{PlacementRule, PlacementTable, PlacementTableState};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
 use crate::support::balancer::{
-    Balancer, ExpectedIdentification, VIP, XDP_DROP, XDP_TX, previous_server, random_client, random_table,
-    service_address, tuple_to_vip,
+    ExpectedIdentification, TestBalancer, VIP, XDP_DROP, XDP_TX, four_tuple_to_vip, previous_server, random_client,
+    random_placement_table, service_address,
 };
 use crate::support::{self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
-fn mode_with_consistency(consistency: Consistency) -> ServiceSettings {
+fn service_mode_with_consistency(consistency: ConsistencyMode) -> ServiceSettings {
     ServiceSettings { consistency, ..ServiceSettings::default() }
 }
 
@@ -27,10 +27,10 @@ fn balancer_with_table(
     mode: ServiceSettings,
     rule: PlacementRule,
     rng: &mut impl rand::Rng,
-) -> (Balancer, Vec<ServerId>, PlacementTable) {
-    let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), rng);
+) -> (TestBalancer, Vec<ServerId>, PlacementTable) {
+    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), mode)], LoadBalancerOptions::default(), rng);
     let server_ids = balancer.replace_servers(0, 9, rng);
-    let table = random_table(rule, 1, 2, &server_ids, rng);
+    let table = random_placement_table(rule, 1, 2, &server_ids, rng);
     balancer.install_table(0, &table);
     (balancer, server_ids, table)
 }
@@ -43,7 +43,7 @@ fn client_frame(client: (Ipv4Addr, u16), flags: u8, option_form: u32) -> Vec<u8>
         1 => aligned_timestamp_option(7, if flags & SYN == 0 { 0x1234_5678 } else { 0 }),
         _ => [&[2, 4, 5, 0xb4][..], &aligned_timestamp_option(7, 99)].concat(),
     };
-    TcpPacket { flags, tcp_options, ..TcpPacket::new(client, VIP) }.frame()
+    TcpPacket { flags, tcp_options, ..TcpPacket::new(client, VIP) }.to_frame()
 }
 
 #[test]
@@ -51,20 +51,20 @@ fn every_packet_follows_the_rule_without_consistency() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(41, 0);
     let (mut balancer, ids, mut table) =
-        balancer_with_table(mode_with_consistency(Consistency::None), PlacementRule::Table, &mut rng);
+        balancer_with_table(service_mode_with_consistency(ConsistencyMode::None), PlacementRule::Table, &mut rng);
     for generation in 2..8 {
-        let mut placement_state = PlacementState::for_table(&table);
+        let mut placement_state = PlacementTableState::for_table(&table);
         for _ in 0..100 {
             let client = random_client(&mut rng);
             for (flags, name) in
                 [(SYN, "new_connection"), (ACK, "per_packet"), (ACK | FIN, "per_packet"), (RST, "per_packet")]
             {
                 let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
-                let chosen_server = table.select_server(&mut placement_state, &tuple_to_vip(client)).unwrap();
+                let chosen_server = table.select_server(&mut placement_state, &four_tuple_to_vip(client)).unwrap();
                 balancer.expect_sent_to(0, &frame, chosen_server, name);
             }
         }
-        table = random_table(PlacementRule::PowerOfTwo, generation, 1, &ids, &mut rng);
+        table = random_placement_table(PlacementRule::PowerOfTwo, generation, 1, &ids, &mut rng);
         balancer.install_table(0, &table);
     }
     assert_eq!(balancer.event_count(0, "flow_inserted"), 0);
@@ -75,12 +75,12 @@ fn hash_table_mode_keeps_the_server_that_the_rule_chose() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(42, 0);
     let (mut balancer, ids, table) =
-        balancer_with_table(mode_with_consistency(Consistency::HashTable), PlacementRule::Table, &mut rng);
-    let mut placement_state = PlacementState::for_table(&table);
+        balancer_with_table(service_mode_with_consistency(ConsistencyMode::HashTable), PlacementRule::Table, &mut rng);
+    let mut placement_state = PlacementTableState::for_table(&table);
     let mut connections = Vec::new();
     for _ in 0..100 {
         let client = random_client(&mut rng);
-        let chosen_server = table.select_server(&mut placement_state, &tuple_to_vip(client)).unwrap();
+        let chosen_server = table.select_server(&mut placement_state, &four_tuple_to_vip(client)).unwrap();
         // A packet of an unknown connection that is no SYN is placed by the rule and gets no flow table entry.
         for (flags, counter) in [(ACK, "per_packet"), (SYN, "new_connection")] {
             let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
@@ -89,7 +89,7 @@ fn hash_table_mode_keeps_the_server_that_the_rule_chose() {
         connections.push((client, chosen_server));
     }
     assert_eq!(balancer.event_count(0, "flow_inserted"), 100);
-    let other_table = random_table(PlacementRule::RoundRobin, 2, 1, &ids[1..], &mut rng);
+    let other_table = random_placement_table(PlacementRule::RoundRobin, 2, 1, &ids[1..], &mut rng);
     balancer.install_table(0, &other_table);
     for (client, chosen_server) in &connections {
         for flags in [ACK, ACK | FIN, RST] {
@@ -114,14 +114,17 @@ fn hash_table_mode_keeps_the_server_that_the_rule_chose() {
 fn beamer_packets_go_to_bucket_server_and_contain_previous_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(43, 0);
-    let (balancer, _, table) =
-        balancer_with_table(mode_with_consistency(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
+    let (balancer, _, table) = balancer_with_table(
+        service_mode_with_consistency(ConsistencyMode::Beamer),
+        PlacementRule::LeastAssigned,
+        &mut rng,
+    );
     let mut previous_server_count = 0;
     for _ in 0..200 {
         let client = random_client(&mut rng);
-        let previous_id = previous_server(&table, &tuple_to_vip(client));
+        let previous_id = previous_server(&table, &four_tuple_to_vip(client));
         previous_server_count += usize::from(previous_id.is_some());
-        let chosen_server = table.consistent_server(&tuple_to_vip(client)).unwrap();
+        let chosen_server = table.consistent_server(&four_tuple_to_vip(client)).unwrap();
         for flags in [SYN, ACK, ACK | FIN, RST] {
             let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
             balancer.expect_sent_with_identification(
@@ -139,8 +142,8 @@ fn beamer_packets_go_to_bucket_server_and_contain_previous_server() {
 
 /// Sends a packet with an aligned timestamp. Returns the server to which the program forwards it, and the forwarded
 /// packet's IP identification, which contains the previous server.
-fn send_packet(balancer: &Balancer, client: (Ipv4Addr, u16), flags: u8, case_name: &str) -> (ServerId, u16) {
-    let (xdp_action, frame) = balancer.run(&client_frame(client, flags, 1));
+fn send_packet(balancer: &TestBalancer, client: (Ipv4Addr, u16), flags: u8, case_name: &str) -> (ServerId, u16) {
+    let (xdp_action, frame) = balancer.run_frame(&client_frame(client, flags, 1));
     assert_eq!(xdp_action, XDP_TX, "{case_name}: flags {flags:#x}");
     (balancer.server_with_mac(&frame[..6]), u16::from_be_bytes([frame[18], frame[19]]))
 }
@@ -152,17 +155,20 @@ fn beamer_syn_avoids_its_buckets_server_if_ineligible() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(50, 0);
     for (name, is_down) in [("drains", false), ("is down by the load balancer's own checks", true)] {
-        let (mut balancer, _, table) =
-            balancer_with_table(mode_with_consistency(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
+        let (mut balancer, _, table) = balancer_with_table(
+            service_mode_with_consistency(ConsistencyMode::Beamer),
+            PlacementRule::LeastAssigned,
+            &mut rng,
+        );
         let avoided_server = table.consistent_servers[0];
         let service_index = balancer.service_indexes[0];
         let clients: Vec<_> = std::iter::repeat_with(|| random_client(&mut rng))
-            .filter(|client| table.consistent_server(&tuple_to_vip(*client)) == Some(avoided_server))
+            .filter(|client| table.consistent_server(&four_tuple_to_vip(*client)) == Some(avoided_server))
             .take(50)
             .collect();
         let server_mac = Some(balancer.server_macs[&(0, avoided_server)]);
         balancer.lb.set_server(service_index, avoided_server, Server { mac: server_mac, is_eligible: false });
-        balancer.lb.set_masked(service_index, avoided_server, is_down);
+        balancer.lb.set_server_masked(service_index, avoided_server, is_down);
         // An established connection stays at the server of its bucket.
         let (open_client, clients) = clients.split_last().unwrap();
         assert_eq!(send_packet(&balancer, *open_client, ACK, name).0, avoided_server, "{name}");
@@ -180,7 +186,7 @@ fn beamer_syn_avoids_its_buckets_server_if_ineligible() {
         assert_eq!(send_packet(&balancer, *open_client, RST, name).0, avoided_server, "{name}");
         // The server takes new connections again. Connections that were opened at other servers stay there.
         balancer.lb.set_server(service_index, avoided_server, Server { mac: server_mac, is_eligible: true });
-        balancer.lb.set_masked(service_index, avoided_server, false);
+        balancer.lb.set_server_masked(service_index, avoided_server, false);
         for (client, destination) in clients.iter().zip(&new_connection_destinations) {
             assert_eq!(send_packet(&balancer, *client, ACK, name), *destination, "{name}, and returned");
         }
@@ -190,13 +196,13 @@ fn beamer_syn_avoids_its_buckets_server_if_ineligible() {
 }
 
 /// Returns a TSecr whose cookie contains `server`.
-fn tsecr_with_cookie(balancer: &Balancer, tuple: &FourTuple, server: ServerId) -> u32 {
+fn tsecr_with_cookie(balancer: &TestBalancer, tuple: &FourTuple, server: ServerId) -> u32 {
     cookie::stamp_tsval(&balancer.fleet_keys, &support::FOREIGN_TIME_KEY, tuple, Cookie::Server(server), 5)
 }
 
 /// Asserts that `frame` is sent to `server`, with the previous server `previous_id` in the IP identification.
 fn expect_sent_with_previous(
-    balancer: &Balancer,
+    balancer: &TestBalancer,
     frame: &[u8],
     server: ServerId,
     previous_id: Option<ServerId>,
@@ -220,22 +226,22 @@ fn connections_use_the_flow_table_when_timestamps_are_off() {
     let mut connections = Vec::new();
     for _ in 0..100 {
         let client = random_client(&mut rng);
-        let chosen_server = table.consistent_server(&tuple_to_vip(client)).unwrap();
-        let previous_id = previous_server(&table, &tuple_to_vip(client));
+        let chosen_server = table.consistent_server(&four_tuple_to_vip(client)).unwrap();
+        let previous_id = previous_server(&table, &four_tuple_to_vip(client));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK, "flow_table")] {
             let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
             expect_sent_with_previous(&balancer, &frame, chosen_server, previous_id, name);
         }
         // With `timestamps = "off"` the program ignores cookies.
         let other_server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
-        let tsecr = tsecr_with_cookie(&balancer, &tuple_to_vip(client), other_server);
+        let tsecr = tsecr_with_cookie(&balancer, &four_tuple_to_vip(client), other_server);
         let frame =
-            TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.frame();
+            TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.to_frame();
         expect_sent_with_previous(&balancer, &frame, chosen_server, previous_id, "flow_table");
         connections.push((client, chosen_server, previous_id));
     }
     // With another pool, connections in the flow table keep their server and their previous server.
-    let next_table = random_table(PlacementRule::Table, 2, 1, &ids[3..], &mut rng);
+    let next_table = random_placement_table(PlacementRule::Table, 2, 1, &ids[3..], &mut rng);
     balancer.install_table(0, &next_table);
     for (client, chosen_server, previous_id) in connections {
         let fin_frame = client_frame(client, ACK | FIN, 1);
@@ -255,11 +261,11 @@ fn flow_of_removed_server_moves_to_its_buckets_server() {
     let mut rng = seeded_rng(45, 0);
     let (mut balancer, ids, table) = balancer_with_table(ServiceSettings::default(), PlacementRule::Table, &mut rng);
     let client_address = std::iter::repeat_with(|| random_client(&mut rng))
-        .find(|client| table.consistent_server(&tuple_to_vip(*client)) == Some(ids[0]))
+        .find(|client| table.consistent_server(&four_tuple_to_vip(*client)) == Some(ids[0]))
         .unwrap();
     let frame = client_frame(client_address, ACK, 0);
     let expected_identification = |table: &PlacementTable| {
-        ExpectedIdentification::PreviousServer(previous_server(table, &tuple_to_vip(client_address)))
+        ExpectedIdentification::PreviousServer(previous_server(table, &four_tuple_to_vip(client_address)))
     };
     balancer.expect_sent_with_identification(0, &frame, ids[0], expected_identification(&table), "bucket_hash");
     balancer.expect_sent_with_identification(0, &frame, ids[0], expected_identification(&table), "flow_table");
@@ -267,9 +273,9 @@ fn flow_of_removed_server_moves_to_its_buckets_server() {
     balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.service_indexes[0], ids[0]);
     balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_no_eligible_server");
-    let next_table = random_table(PlacementRule::Table, 2, 1, &ids[1..], &mut rng);
+    let next_table = random_placement_table(PlacementRule::Table, 2, 1, &ids[1..], &mut rng);
     balancer.install_table(0, &next_table);
-    let chosen_server = next_table.consistent_server(&tuple_to_vip(client_address)).unwrap();
+    let chosen_server = next_table.consistent_server(&four_tuple_to_vip(client_address)).unwrap();
     balancer.expect_sent_with_identification(
         0,
         &frame,
@@ -291,29 +297,30 @@ fn flow_table_is_bounded_and_forgets_removed_services() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(46, 0);
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
-    let services = [VIP, other_vip].map(|vip| (service_address(vip), mode_with_consistency(Consistency::HashTable)));
-    let options = Options { flow_table_entry_count: 4096, ..Options::default() };
-    let mut balancer = Balancer::with_model(&services, options, &mut rng);
-    let set_up_servers = |balancer: &mut Balancer, rng: &mut rand_xoshiro::Xoshiro256PlusPlus| {
+    let services =
+        [VIP, other_vip].map(|vip| (service_address(vip), service_mode_with_consistency(ConsistencyMode::HashTable)));
+    let options = LoadBalancerOptions { flow_table_entry_count: 4096, ..LoadBalancerOptions::default() };
+    let mut balancer = TestBalancer::with_model(&services, options, &mut rng);
+    let set_up_servers = |balancer: &mut TestBalancer, rng: &mut rand_xoshiro::Xoshiro256PlusPlus| {
         for position in 0..2 {
             let server_ids = balancer.replace_servers(position, 2, rng);
-            balancer.install_table(position, &random_table(PlacementRule::Table, 1, 1, &server_ids, rng));
+            balancer.install_table(position, &random_placement_table(PlacementRule::Table, 1, 1, &server_ids, rng));
         }
     };
     set_up_servers(&mut balancer, &mut rng);
     let clients: Vec<_> = (0..20_000).map(|_| random_client(&mut rng)).collect();
-    let count_flow_table_hits = |balancer: &Balancer, position: usize| {
+    let count_flow_table_hits = |balancer: &TestBalancer, position: usize| {
         let flow_table_counter = intf::LB_COUNTER_FLOW_TABLE as usize;
         let read_count =
             || balancer.lb.service_counters(balancer.service_indexes[position]).packets_by_outcome[flow_table_counter];
         let count_before = read_count();
         for client in &clients {
-            balancer.run(&TcpPacket::new(*client, [VIP, other_vip][position]).frame());
+            balancer.run_frame(&TcpPacket::new(*client, [VIP, other_vip][position]).to_frame());
         }
         read_count() - count_before
     };
     for client in &clients {
-        balancer.run(&TcpPacket { flags: SYN, ..TcpPacket::new(*client, VIP) }.frame());
+        balancer.run_frame(&TcpPacket { flags: SYN, ..TcpPacket::new(*client, VIP) }.to_frame());
     }
     let flow_table_hit_count = count_flow_table_hits(&balancer, 0);
     assert!((1..=4096).contains(&flow_table_hit_count), "{flow_table_hit_count} of 20,000 remembered");
@@ -329,14 +336,14 @@ fn flow_table_is_bounded_and_forgets_removed_services() {
 fn flow_table_of_an_invalid_size_is_rejected() {
     skip_if!(missing_bpf_rights());
     for entries in [0, coreward_dataplane::lb::MAX_FLOW_TABLE_ENTRIES + 1] {
-        let options = Options { flow_table_entry_count: entries, ..Options::default() };
+        let options = LoadBalancerOptions { flow_table_entry_count: entries, ..LoadBalancerOptions::default() };
         let error = coreward_dataplane::lb::LoadBalancer::load(options).unwrap_err().to_string();
         assert_eq!(error, format!("a flow table of {entries} entries: expected 1 to 16777216"));
     }
 }
 
 /// Returns a server's numbers of opened connections, closed connections, packets and bytes.
-fn server_traffic_counts(balancer: &Balancer, server: ServerId) -> [u64; 4] {
+fn server_traffic_counts(balancer: &TestBalancer, server: ServerId) -> [u64; 4] {
     let ServerTraffic { opened_connection_count, closed_connection_count, packet_count, frame_bytes } =
         balancer.lb.server_traffic(server);
     [opened_connection_count, closed_connection_count, packet_count, frame_bytes]
@@ -348,11 +355,12 @@ fn traffic_is_counted_by_server() {
     let mut rng = seeded_rng(47, 0);
     let (mut balancer, ids, table) = balancer_with_table(ServiceSettings::default(), PlacementRule::Table, &mut rng);
     let client_address = random_client(&mut rng);
-    let server = table.select_server(&mut PlacementState::for_table(&table), &tuple_to_vip(client_address)).unwrap();
-    let tsecr = tsecr_with_cookie(&balancer, &tuple_to_vip(client_address), server);
+    let server =
+        table.select_server(&mut PlacementTableState::for_table(&table), &four_tuple_to_vip(client_address)).unwrap();
+    let tsecr = tsecr_with_cookie(&balancer, &four_tuple_to_vip(client_address), server);
     let frame_with_cookie = |flags| {
         TcpPacket { flags, tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client_address, VIP) }
-            .frame()
+            .to_frame()
     };
     let frames = [
         client_frame(client_address, SYN, 1),
@@ -371,7 +379,7 @@ fn traffic_is_counted_by_server() {
     let sent_bytes: u64 = frames.iter().map(|frame| frame.len() as u64).sum();
     assert_eq!(server_traffic_counts(&balancer, server), [2, 4, 4, sent_bytes]);
     // Broadcast and dropped packets count for no server.
-    balancer.run(&client_frame(random_client(&mut rng), RST, 0));
+    balancer.run_frame(&client_frame(random_client(&mut rng), RST, 0));
     balancer.lb.set_server(balancer.service_indexes[0], server, Server { mac: None, is_eligible: true });
     balancer.expect_unforwarded(&frame_with_cookie(ACK), XDP_DROP, 0, "drop_server_unresolved");
     let packets_by_server: Vec<u64> = ids.iter().map(|id| balancer.lb.server_traffic(*id).packet_count).collect();
@@ -386,8 +394,8 @@ fn forged_packets_do_not_change_connection_counts() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
     let timestamps_off_mode = ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() };
-    let tested_modes =
-        [Consistency::Stateless, Consistency::Stateful, Consistency::HashTable].map(mode_with_consistency);
+    let tested_modes = [ConsistencyMode::Stateless, ConsistencyMode::Stateful, ConsistencyMode::HashTable]
+        .map(service_mode_with_consistency);
     for mode in tested_modes.into_iter().chain([timestamps_off_mode]) {
         let (balancer, ids, _) = balancer_with_table(mode, PlacementRule::Table, &mut rng);
         let sum_over_servers = |select_counter: fn(&ServerTraffic) -> u64| {
@@ -396,9 +404,9 @@ fn forged_packets_do_not_change_connection_counts() {
         let client_address = random_client(&mut rng);
         // An ACK stores a hint in the flow table, and a SYN of a hash-table service stores an entry.
         for flags in [&[ACK | FIN; 200][..], &[ACK, ACK | FIN, RST], &[SYN; 200], &[ACK | FIN; 200]].concat() {
-            balancer.run(&client_frame(client_address, flags, 0));
+            balancer.run_frame(&client_frame(client_address, flags, 0));
         }
-        let uses_hash_table = mode.consistency == Consistency::HashTable;
+        let uses_hash_table = mode.consistency == ConsistencyMode::HashTable;
         assert_eq!(
             (
                 sum_over_servers(|traffic| traffic.opened_connection_count),
@@ -416,14 +424,14 @@ fn vip_of_service(position: usize) -> (Ipv4Addr, u16) {
 
 /// Asserts that a SYN and two later packets of `client` are forwarded as the service's consistency mode requires.
 fn expect_packets_follow_mode(
-    balancer: &Balancer,
+    balancer: &TestBalancer,
     position: usize,
     mode: ServiceSettings,
     table: &PlacementTable,
     client: (Ipv4Addr, u16),
 ) {
     let tuple = FourTuple::ipv4(client, vip_of_service(position));
-    let rule_server = table.select_server(&mut PlacementState::for_table(table), &tuple).unwrap();
+    let rule_server = table.select_server(&mut PlacementTableState::for_table(table), &tuple).unwrap();
     let bucket_server = table.consistent_server(&tuple).unwrap();
     let tsecr = tsecr_with_cookie(balancer, &tuple, rule_server);
     let syn_packet = TcpPacket {
@@ -438,17 +446,17 @@ fn expect_packets_follow_mode(
         (TimestampOrigin::Off, _) => {
             (bucket_server, previous_server_identification, ["bucket_hash", "bucket_hash", "flow_table"])
         }
-        (_, Consistency::Beamer) => (bucket_server, previous_server_identification, ["bucket_hash"; 3]),
-        (_, Consistency::None) => {
+        (_, ConsistencyMode::Beamer) => (bucket_server, previous_server_identification, ["bucket_hash"; 3]),
+        (_, ConsistencyMode::None) => {
             (rule_server, unchanged_identification, ["new_connection", "per_packet", "per_packet"])
         }
-        (_, Consistency::HashTable) => {
+        (_, ConsistencyMode::HashTable) => {
             (rule_server, unchanged_identification, ["new_connection", "flow_table", "flow_table"])
         }
         _ => (rule_server, unchanged_identification, ["new_connection", "established", "established"]),
     };
     for (frame, name) in [&syn_packet, &ack_packet, &ack_packet].into_iter().zip(counter_names) {
-        balancer.expect_sent_with_identification(position, &frame.frame(), server, identification, name);
+        balancer.expect_sent_with_identification(position, &frame.to_frame(), server, identification, name);
     }
 }
 
@@ -457,16 +465,16 @@ fn expect_packets_follow_mode(
 fn services_of_different_modes_coexist() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(48, 0);
-    let mut modes: Vec<ServiceSettings> = Consistency::ALL.into_iter().map(mode_with_consistency).collect();
+    let mut modes: Vec<ServiceSettings> = ConsistencyMode::ALL.into_iter().map(service_mode_with_consistency).collect();
     modes.push(ServiceSettings { timestamps: TimestampOrigin::Off, ..ServiceSettings::default() });
     let services_with_modes = |modes: &[ServiceSettings]| -> Vec<(ServiceAddress, ServiceSettings)> {
         modes.iter().enumerate().map(|(position, mode)| (service_address(vip_of_service(position)), *mode)).collect()
     };
-    let mut balancer = Balancer::with_model(&services_with_modes(&modes), Options::default(), &mut rng);
+    let mut balancer = TestBalancer::with_model(&services_with_modes(&modes), LoadBalancerOptions::default(), &mut rng);
     let mut tables = Vec::new();
     for position in 0..modes.len() {
         let server_ids = balancer.replace_servers(position, 5, &mut rng);
-        tables.push(random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+        tables.push(random_placement_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
         balancer.install_table(position, &tables[position]);
     }
     for round in 0..modes.len() {
@@ -488,17 +496,19 @@ fn rejected_modes_change_nothing() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
     let (mut balancer, _, _) =
-        balancer_with_table(mode_with_consistency(Consistency::Beamer), PlacementRule::Table, &mut rng);
+        balancer_with_table(service_mode_with_consistency(ConsistencyMode::Beamer), PlacementRule::Table, &mut rng);
     let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
-    let mut rejection_error = |service| balancer.lb.set_services(&[service]).unwrap_err().to_string();
+    let mut find_rejection_error = |service| balancer.lb.set_services(&[service]).unwrap_err().to_string();
     assert_eq!(
-        rejection_error((udp_address, mode_with_consistency(Consistency::Beamer))),
+        find_rejection_error((udp_address, service_mode_with_consistency(ConsistencyMode::Beamer))),
         "service 10.200.0.1:80/udp: consistency \"beamer\" needs TCP: expected \"hash-table\" or \"none\""
     );
-    let lb_stamping_mode =
-        ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..mode_with_consistency(Consistency::Beamer) };
+    let lb_stamping_mode = ServiceSettings {
+        timestamps: TimestampOrigin::LoadBalancer,
+        ..service_mode_with_consistency(ConsistencyMode::Beamer)
+    };
     assert_eq!(
-        rejection_error((service_address(VIP), lb_stamping_mode)),
+        find_rejection_error((service_address(VIP), lb_stamping_mode)),
         "service 10.200.0.1:80/tcp: timestamps by the load balancer need consistency \"stateless\" and TCP"
     );
     let (xdp_action, _) =

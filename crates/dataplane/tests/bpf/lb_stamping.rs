@@ -5,26 +5,28 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::{ClockState, LoadBalancer, Options, Server, ServerClock, ServiceIndex, XdpMode};
+use coreward_dataplane::lb::{
+    LoadBalancer, LoadBalancerOptions, Server, ServerClockMeasurements, ServerClockState, ServiceIndex, XdpMode,
+};
 use coreward_intf as intf;
 use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 
-use crate::support::balancer::{id, random_table, service_address};
-use crate::support::network::{NetworkSegment, PinDirectory, VIP, mac_address, pin_to_one_cpu};
+use crate::support::balancer::{random_placement_table, server_id_from_number, service_address};
+use crate::support::network::{NetworkSegment, PinDirectory, VIP, interface_mac, pin_to_one_cpu};
 use crate::support::{missing_bpf_rights, skip_if};
 
 const SERVICE_PORT: u16 = 80;
-const TIMEOUT: Duration = Duration::from_secs(30);
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(30);
 const SERVER_COUNT: u8 = 3;
 
-fn fleet_keys(current: KeyIndex) -> FleetCookieKeys {
+fn fleet_keys(current: CookieKeyIndex) -> FleetCookieKeys {
     FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current_key_index: current }
 }
 
-struct TestEnv {
+struct StampingTestEnv {
     lb: LoadBalancer,
     service: ServiceIndex,
     listeners: Vec<TcpListener>,
@@ -32,50 +34,54 @@ struct TestEnv {
     _pins: PinDirectory,
 }
 
-impl TestEnv {
+impl StampingTestEnv {
     fn new() -> Self {
         let (segment, pins) = (NetworkSegment::new(SERVER_COUNT), PinDirectory::new());
-        let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
+        let options = LoadBalancerOptions { pin_directory: Some(pins.path()), ..LoadBalancerOptions::default() };
         let mut lb = LoadBalancer::load(options).unwrap();
-        segment.load_balancer.run_inside(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
+        segment.load_balancer.run_in_namespace(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
         let lb_stamping_mode =
             ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() };
         let service_index = lb.set_services(&[(service_address((VIP, SERVICE_PORT)), lb_stamping_mode)]).unwrap()[0];
-        lb.set_cookie_keys(&fleet_keys(KeyIndex::First));
+        lb.set_cookie_keys(&fleet_keys(CookieKeyIndex::First));
         lb.set_time_key(service_index, CookieKey { k0: 77, k1: 88 });
-        let server_ids: Vec<_> = (0..SERVER_COUNT).map(|number| id(u64::from(number) + 5)).collect();
+        let server_ids: Vec<_> = (0..SERVER_COUNT).map(|number| server_id_from_number(u64::from(number) + 5)).collect();
         for (server, host) in server_ids.iter().zip(&segment.servers) {
-            let server_mac = host.run_inside(|| mac_address("eth0"));
+            let server_mac = host.run_in_namespace(|| interface_mac("eth0"));
             lb.set_server(service_index, *server, Server { mac: Some(server_mac), is_eligible: true });
         }
         // Round robin gives every server the same number of connections.
         lb.install_table(
             service_index,
-            &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut seeded_rng(3, 0)),
+            &random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut seeded_rng(3, 0)),
         )
         .unwrap();
         let bind_listener = || TcpListener::bind((VIP, SERVICE_PORT)).unwrap();
-        let listeners = segment.servers.iter().map(|host| host.run_inside(bind_listener)).collect();
+        let listeners = segment.servers.iter().map(|host| host.run_in_namespace(bind_listener)).collect();
         Self { lb, service: service_index, listeners, segment, _pins: pins }
     }
 
     fn connect_to_service(&self) -> TcpStream {
         let service_address = SocketAddr::from((VIP, SERVICE_PORT));
-        let stream = self.segment.client.run_inside(|| TcpStream::connect_timeout(&service_address, TIMEOUT)).unwrap();
-        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+        let stream = self
+            .segment
+            .client
+            .run_in_namespace(|| TcpStream::connect_timeout(&service_address, SOCKET_TIMEOUT))
+            .unwrap();
+        stream.set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
         stream
     }
 
     /// Opens a connection. Returns the client's socket, the server's socket, and the index of the server.
     fn open_connection(&self) -> (TcpStream, TcpStream, usize) {
         let client = self.connect_to_service();
-        let deadline = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + SOCKET_TIMEOUT;
         loop {
             for (number, listener) in self.listeners.iter().enumerate() {
                 listener.set_nonblocking(true).unwrap();
                 if let Ok((server, _)) = listener.accept() {
                     server.set_nonblocking(false).unwrap();
-                    server.set_read_timeout(Some(TIMEOUT)).unwrap();
+                    server.set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
                     return (client, server, number);
                 }
             }
@@ -88,8 +94,8 @@ impl TestEnv {
         self.lb.service_counters(self.service).packets_by_outcome[counter as usize]
     }
 
-    fn server_clocks(&self) -> Vec<ServerClock> {
-        self.lb.server_clocks(self.service).unwrap().into_iter().map(|(_, clock)| clock).collect()
+    fn server_clock_measurements(&self) -> Vec<ServerClockMeasurements> {
+        self.lb.server_clock_measurements(self.service).unwrap().into_iter().map(|(_, clock)| clock).collect()
     }
 }
 
@@ -111,16 +117,16 @@ fn exchange_and_check_data(client: &mut TcpStream, server: &mut TcpStream) {
 fn connections_continue_with_shared_timestamp_clock() {
     skip_if!(missing_bpf_rights());
     pin_to_one_cpu();
-    let env = TestEnv::new();
+    let env = StampingTestEnv::new();
     // Until the servers' clocks are known, connections are not stamped but have flow table entries.
     let mut unstamped_connections: Vec<_> = (0..SERVER_COUNT).map(|_| env.open_connection()).collect();
     for (client, server, _) in &mut unstamped_connections {
         exchange_and_check_data(client, server);
     }
     assert_eq!(env.service_counter(intf::LB_COUNTER_REPLY_STAMPED), 0);
-    while env.server_clocks().iter().any(|clock| clock.state() != ClockState::SharedClock) {
+    while env.server_clock_measurements().iter().any(|clock| clock.state() != ServerClockState::SharedClock) {
         unstamped_connections.push(env.open_connection());
-        assert!(unstamped_connections.len() < 400, "{:?}", env.server_clocks());
+        assert!(unstamped_connections.len() < 400, "{:?}", env.server_clock_measurements());
     }
     let mut stamped_connections: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.open_connection()).collect();
     let packets_found_by_cookie = env.service_counter(intf::LB_COUNTER_ESTABLISHED);
@@ -137,16 +143,16 @@ fn connections_continue_with_shared_timestamp_clock() {
 fn connections_continue_with_timestamp_clock_per_connection() {
     skip_if!(missing_bpf_rights());
     pin_to_one_cpu();
-    let env = TestEnv::new();
+    let env = StampingTestEnv::new();
     for host in &env.segment.servers {
         host.set_sysctl("ipv4/tcp_timestamps", "1");
     }
     // Open connections reveal the rate of the servers' clocks.
     let mut unstamped_connections: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.open_connection()).collect();
-    let deadline = Instant::now() + TIMEOUT;
-    while env.server_clocks().iter().any(|clock| clock.state() != ClockState::PerConnectionClock) {
+    let deadline = Instant::now() + SOCKET_TIMEOUT;
+    while env.server_clock_measurements().iter().any(|clock| clock.state() != ServerClockState::PerConnectionClock) {
         unstamped_connections.iter_mut().for_each(|(client, server, _)| exchange_and_check_data(client, server));
-        assert!(Instant::now() < deadline, "{:?}", env.server_clocks());
+        assert!(Instant::now() < deadline, "{:?}", env.server_clock_measurements());
     }
     assert_eq!(env.service_counter(intf::LB_COUNTER_REPLY_STAMPED), 0);
     let mut stamped_connections: Vec<_> = (0..4 * SERVER_COUNT).map(|_| env.open_connection()).collect();
@@ -163,7 +169,7 @@ fn connections_continue_with_timestamp_clock_per_connection() {
         env.service_counter(intf::LB_COUNTER_REPLY_STAMPED) > 100
             && env.service_counter(intf::LB_COUNTER_ESTABLISHED) > 100
     );
-    for clock in env.server_clocks() {
+    for clock in env.server_clock_measurements() {
         assert!(clock.disagreeing_reply_count > 0 && clock.stamping_problem().is_none(), "{clock:?}");
     }
     expect_connections_survive_key_changes(env, stamped_connections.into_iter().chain(unstamped_connections).collect());
@@ -171,8 +177,11 @@ fn connections_continue_with_timestamp_clock_per_connection() {
 
 /// Asserts that stamped and unstamped connections continue while cookie keys change and no server is eligible. Then
 /// closes the connections.
-fn expect_connections_survive_key_changes(mut env: TestEnv, mut connections: Vec<(TcpStream, TcpStream, usize)>) {
-    for current in [KeyIndex::Second, KeyIndex::First] {
+fn expect_connections_survive_key_changes(
+    mut env: StampingTestEnv,
+    mut connections: Vec<(TcpStream, TcpStream, usize)>,
+) {
+    for current in [CookieKeyIndex::Second, CookieKeyIndex::First] {
         env.lb.set_cookie_keys(&fleet_keys(current));
         std::thread::sleep(Duration::from_millis(1100));
         for (client, server, _) in &mut connections {

@@ -1,13 +1,13 @@
 //! Tests of pin directories. One process at a time may change pins, and readers create no pins. Programs at the same
 //! device that are pinned in another directory are detected.
 
-use coreward_dataplane::lb::connections::PinnedConnections;
-use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
+use coreward_dataplane::lb::connections::PinnedConnectionTable;
+use coreward_dataplane::lb::{LoadBalancer, LoadBalancerOptions, XdpMode, capture};
 use coreward_dataplane::pins::{PinDirectoryLock, remove_pin_directory_if_empty};
-use coreward_dataplane::server::{ServerOptions, ServerPrograms};
+use coreward_dataplane::server::{ServerProgramOptions, ServerPrograms};
 
 use crate::support::network::{PinDirectory, VethPair};
-use crate::support::server_env::{TestEnv, attach_programs};
+use crate::support::server_env::{ServerTestEnv, attach_programs};
 use crate::support::{missing_bpf_rights, skip_if};
 
 #[test]
@@ -37,7 +37,7 @@ fn read_only_commands_create_no_pins() {
     skip_if!(missing_bpf_rights());
     let pins = PinDirectory::new();
     for open_error in
-        [PinnedConnections::open(&pins.path()).unwrap_err(), capture::pinned_services(&pins.path()).unwrap_err()]
+        [PinnedConnectionTable::open(&pins.path()).unwrap_err(), capture::pinned_services(&pins.path()).unwrap_err()]
     {
         assert!(open_error.to_string().starts_with("no load balancer has pinned anything in "), "{open_error}");
     }
@@ -49,13 +49,13 @@ fn read_only_commands_create_no_pins() {
 #[test]
 fn programs_pinned_elsewhere_are_not_replaced() {
     skip_if!(missing_bpf_rights());
-    let (env, other_pins) = (TestEnv::new(), PinDirectory::new());
-    let options = ServerOptions {
+    let (env, other_pins) = (ServerTestEnv::new(), PinDirectory::new());
+    let options = ServerProgramOptions {
         interface_index: env.veth_pair.server_interface_index(),
         pin_directory: other_pins.path(),
         sample_every_syn: false,
     };
-    let attach_elsewhere = || env.veth_pair.server.run_inside(|| ServerPrograms::attach(options.clone()));
+    let attach_elsewhere = || env.veth_pair.server.run_in_namespace(|| ServerPrograms::attach(options.clone()));
     let attach_error = attach_elsewhere().unwrap_err().to_string();
     let expected_error_start = format!("what is pinned in {} is at the interface of index ", env.pins.path().display());
     assert!(attach_error.starts_with(&expected_error_start), "{attach_error}");
@@ -63,17 +63,21 @@ fn programs_pinned_elsewhere_are_not_replaced() {
 
     // A process with the same directory takes over. After the programs were removed, another directory also works.
     drop(attach_programs(&env.veth_pair, &env.pins));
-    env.veth_pair.server.run_inside(|| env.programs.detach_and_unpin()).unwrap();
-    let programs_with_new_pins = env.veth_pair.server.run_inside(|| ServerPrograms::attach(options.clone())).unwrap();
-    env.veth_pair.server.run_inside(|| programs_with_new_pins.detach_and_unpin()).unwrap();
+    env.veth_pair.server.run_in_namespace(|| env.programs.detach_and_unpin()).unwrap();
+    let programs_with_new_pins =
+        env.veth_pair.server.run_in_namespace(|| ServerPrograms::attach(options.clone())).unwrap();
+    env.veth_pair.server.run_in_namespace(|| programs_with_new_pins.detach_and_unpin()).unwrap();
 }
 
 #[test]
 fn load_balancer_pinned_in_another_directory_is_reported() {
     skip_if!(missing_bpf_rights());
     let attach_balancer = |veth_pair: &VethPair, pins: &PinDirectory| {
-        let mut lb = LoadBalancer::load(Options { pin_directory: Some(pins.path()), ..Options::default() })?;
-        veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
+        let mut lb = LoadBalancer::load(LoadBalancerOptions {
+            pin_directory: Some(pins.path()),
+            ..LoadBalancerOptions::default()
+        })?;
+        veth_pair.server.run_in_namespace(|| lb.attach("eth0", XdpMode::Auto))?;
         anyhow::Ok(lb)
     };
     // The devices of the two network namespaces have the same interface index.

@@ -7,25 +7,26 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::server::ServerPrograms;
-use coreward_dataplane::tc::{self, Direction};
+use coreward_dataplane::tc::{self, PacketDirection};
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::cookie::{Cookie, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{Cookie, CookieKeyIndex, FleetCookieKeys};
 use socket2::SockRef;
 
 use crate::support::network::VethPair;
 use crate::support::server_env::{
-    Sniffer, TIMEOUT, TestEnv, attach_programs, byte_pattern, client_address, cookie_of_packet, fleet_keys, id,
-    send_and_receive, set_services, tcp_flags, vip_address,
+    PacketSniffer, SOCKET_TIMEOUT, ServerTestEnv, attach_programs, byte_pattern, client_address, fleet_keys,
+    read_cookie, read_tcp_flags, send_and_receive, set_services, test_server_id, vip_address,
 };
 use crate::support::{
-    self, ACK, FIN, Family, RST, SYN, TcpPacket, missing_bpf_rights, read_u32, skip_if, tsval_clock_ms, tsval_offset,
+    self, ACK, AddressFamily, FIN, RST, SYN, TcpPacket, missing_bpf_rights, read_u32, skip_if, tsval_clock_ms,
+    tsval_offset,
 };
 
 /// Opens connections, transfers data both ways in large segments, and closes them, half of them by the server first.
 /// Asserts that all packets of the server carry its cookie.
-fn exchange_data_and_close(env: &TestEnv, listener: &TcpListener) {
-    let sniffer = Sniffer::new(env);
+fn exchange_data_and_close(env: &ServerTestEnv, listener: &TcpListener) {
+    let sniffer = PacketSniffer::new(env);
     for round in 0..4 {
         let (mut client, mut server) = env.open_connection(listener);
         send_and_receive(&mut client, &mut server, &byte_pattern(3 << 20));
@@ -41,12 +42,12 @@ fn exchange_data_and_close(env: &TestEnv, listener: &TcpListener) {
     let received_frames = sniffer.receive_frames_from_vip();
     for expected_flags in [SYN | ACK, ACK, FIN | ACK] {
         assert!(
-            received_frames.iter().any(|frame| tcp_flags(frame) == expected_flags),
+            received_frames.iter().any(|frame| read_tcp_flags(frame) == expected_flags),
             "no packet with flags {expected_flags:#x}"
         );
     }
     for frame in &received_frames {
-        assert_eq!(cookie_of_packet(frame), Cookie::Server(id()), "{frame:02x?}");
+        assert_eq!(read_cookie(frame), Cookie::Server(test_server_id()), "{frame:02x?}");
     }
     assert!(env.server_counter(intf::SERVER_COUNTER_STAMPED) >= received_frames.len() as u64);
     assert!(env.server_counter(intf::SERVER_COUNTER_RESTORED) > 100);
@@ -58,8 +59,8 @@ fn exchange_data_and_close(env: &TestEnv, listener: &TcpListener) {
 #[test]
 fn connections_carry_the_cookie_from_first_to_last_packet() {
     skip_if!(missing_bpf_rights());
-    for family in Family::BOTH {
-        let env = TestEnv::start_for_family(family, ServiceSettings::default());
+    for family in AddressFamily::BOTH {
+        let env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
         exchange_data_and_close(&env, &env.listen_at_vip());
     }
 }
@@ -67,8 +68,8 @@ fn connections_carry_the_cookie_from_first_to_last_packet() {
 #[test]
 fn connections_open_with_syn_cookies() {
     skip_if!(missing_bpf_rights());
-    for family in Family::BOTH {
-        let env = TestEnv::start_for_family(family, ServiceSettings::default());
+    for family in AddressFamily::BOTH {
+        let env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
         env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
         exchange_data_and_close(&env, &env.listen_at_vip());
         assert_eq!(env.veth_pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
@@ -79,26 +80,26 @@ fn connections_open_with_syn_cookies() {
 #[test]
 fn clsact_is_used_on_kernels_without_tcx() {
     skip_if!(missing_bpf_rights());
-    let mut env = TestEnv::new();
+    let mut env = ServerTestEnv::new();
     let interface_index = env.veth_pair.server_interface_index();
     let mut clsact_programs = ServerPrograms::load_unattached(false).unwrap();
     std::mem::swap(&mut clsact_programs, &mut env.programs);
-    env.veth_pair.server.run_inside(|| clsact_programs.detach_and_unpin()).unwrap();
+    env.veth_pair.server.run_in_namespace(|| clsact_programs.detach_and_unpin()).unwrap();
     env.programs.set_cookie_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
     set_services(&mut env.programs, ServiceSettings::default());
-    for direction in [Direction::Ingress, Direction::Egress] {
+    for direction in [PacketDirection::Ingress, PacketDirection::Egress] {
         for _ in 0..2 {
             let attach_with_clsact =
                 || tc::attach_to_clsact(env.programs.program_for_direction(direction), interface_index, direction);
-            env.veth_pair.server.run_inside(attach_with_clsact).unwrap();
+            env.veth_pair.server.run_in_namespace(attach_with_clsact).unwrap();
         }
     }
     let listener = env.listen_at_vip();
     exchange_data_and_close(&env, &listener);
     let stamped_count_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
-    for direction in [Direction::Ingress, Direction::Egress] {
-        let detach_from_clsact = || tc::detach(interface_index, direction, &env.pins.path().join("none"));
-        env.veth_pair.server.run_inside(detach_from_clsact).unwrap();
+    for direction in [PacketDirection::Ingress, PacketDirection::Egress] {
+        let detach_from_clsact = || tc::detach_tc_program(interface_index, direction, &env.pins.path().join("none"));
+        env.veth_pair.server.run_in_namespace(detach_from_clsact).unwrap();
     }
     drop(env.open_connection(&listener));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_STAMPED), stamped_count_before, "detached");
@@ -107,11 +108,11 @@ fn clsact_is_used_on_kernels_without_tcx() {
 #[test]
 fn rsts_and_time_wait_acks_are_stamped() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_stamped_rst_and_time_wait_ack);
+    AddressFamily::BOTH.into_iter().for_each(expect_stamped_rst_and_time_wait_ack);
 }
 
 /// Closes a server's socket with unread data, and asserts that the RST that this causes is stamped.
-fn expect_stamped_rst(env: &TestEnv, listener: &TcpListener, sniffer: &Sniffer) {
+fn expect_stamped_rst(env: &ServerTestEnv, listener: &TcpListener, sniffer: &PacketSniffer) {
     let (mut client, server) = env.open_connection(listener);
     client.write_all(b"unread").unwrap();
     server.peek(&mut [0]).unwrap();
@@ -119,15 +120,15 @@ fn expect_stamped_rst(env: &TestEnv, listener: &TcpListener, sniffer: &Sniffer) 
     drop(server);
     assert!(client.read(&mut [0]).is_err(), "reset");
     let rst_frames: Vec<_> =
-        sniffer.receive_frames_from_vip().into_iter().filter(|frame| tcp_flags(frame) & RST != 0).collect();
+        sniffer.receive_frames_from_vip().into_iter().filter(|frame| read_tcp_flags(frame) & RST != 0).collect();
     assert_eq!(rst_frames.len(), 1);
-    assert_eq!(cookie_of_packet(&rst_frames[0]), Cookie::Server(id()));
+    assert_eq!(read_cookie(&rst_frames[0]), Cookie::Server(test_server_id()));
 }
 
-fn expect_stamped_rst_and_time_wait_ack(family: Family) {
-    let env = TestEnv::start_for_family(family, ServiceSettings::default());
+fn expect_stamped_rst_and_time_wait_ack(family: AddressFamily) {
+    let env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
     let listener = env.listen_at_vip();
-    let sniffer = Sniffer::new(&env);
+    let sniffer = PacketSniffer::new(&env);
     expect_stamped_rst(&env, &listener, &sniffer);
 
     // In TIME-WAIT, the server acknowledges a repeated segment without a full socket.
@@ -136,18 +137,18 @@ fn expect_stamped_rst_and_time_wait_ack(family: Family) {
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     let client_port = client.local_addr().unwrap().port();
     drop(client);
-    let (mut frames, deadline) = (sniffer.collect_frames_from_vip(&env), Instant::now() + TIMEOUT);
+    let (mut frames, deadline) = (sniffer.collect_frames_from_vip(&env), Instant::now() + SOCKET_TIMEOUT);
     // Returns whether the server has sent its FIN and has acknowledged the client's FIN.
     let have_both_sides_closed = |frames: &[Vec<u8>]| {
-        let frames_after_fin = frames.iter().skip_while(|frame| tcp_flags(frame) != FIN | ACK);
-        frames_after_fin.last().is_some_and(|last| tcp_flags(last) == ACK)
+        let frames_after_fin = frames.iter().skip_while(|frame| read_tcp_flags(frame) != FIN | ACK);
+        frames_after_fin.last().is_some_and(|last| read_tcp_flags(last) == ACK)
     };
     while !have_both_sides_closed(&frames) {
         assert!(Instant::now() < deadline, "{frames:02x?}");
         frames.extend(sniffer.collect_frames_from_vip(&env));
     }
     let last_frame = frames.pop().unwrap();
-    let tcp_start = support::tcp_offset(&last_frame);
+    let tcp_start = support::tcp_header_offset(&last_frame);
     // The client's FIN is repeated. It is composed from the server's last acknowledgement.
     let mut repeated_fin = TcpPacket::between(self::client_address(family, client_port), vip_address(family));
     repeated_fin.flags = FIN | ACK;
@@ -157,22 +158,22 @@ fn expect_stamped_rst_and_time_wait_ack(family: Family) {
     repeated_fin.tcp_options =
         support::aligned_timestamp_option(read_u32(&last_frame, tsval_offset(&last_frame).unwrap() + 4), tsecr);
     let sequence = read_u32(&last_frame, tcp_start + 8).wrapping_sub(1);
-    let frame = repeated_fin.frame_with_sequence(sequence, read_u32(&last_frame, tcp_start + 4));
+    let frame = repeated_fin.to_frame_with_sequence(sequence, read_u32(&last_frame, tcp_start + 4));
     sniffer.send_frame(&env, &frame);
     let replies = sniffer.collect_frames_from_vip(&env);
     assert_eq!(replies.len(), 1, "TIME-WAIT answers");
-    assert_eq!((tcp_flags(&replies[0]), cookie_of_packet(&replies[0])), (ACK, Cookie::Server(id())));
+    assert_eq!((read_tcp_flags(&replies[0]), read_cookie(&replies[0])), (ACK, Cookie::Server(test_server_id())));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_EGRESS_OTHER_CLOCK), 0);
 }
 
 #[test]
 fn packets_of_another_timestamp_clock_stay_unchanged() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_packets_of_other_clock_unchanged);
+    AddressFamily::BOTH.into_iter().for_each(expect_packets_of_other_clock_unchanged);
 }
 
-fn expect_packets_of_other_clock_unchanged(family: Family) {
-    let env = TestEnv::start_for_family(family, ServiceSettings::default());
+fn expect_packets_of_other_clock_unchanged(family: AddressFamily) {
+    let env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
     env.veth_pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
     let listener = env.listen_at_vip();
     let (mut client, mut server) = env.open_connection(&listener);
@@ -188,16 +189,16 @@ fn expect_packets_of_other_clock_unchanged(family: Family) {
 #[test]
 fn broadcast_packet_is_accepted_only_by_its_connection() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_broadcast_accepted_by_its_connection);
+    AddressFamily::BOTH.into_iter().for_each(expect_broadcast_accepted_by_its_connection);
 }
 
-fn expect_broadcast_accepted_by_its_connection(family: Family) {
-    let env = TestEnv::start_for_family(family, ServiceSettings::default());
+fn expect_broadcast_accepted_by_its_connection(family: AddressFamily) {
+    let env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
     let listener = env.listen_at_vip();
-    let sniffer = Sniffer::new(&env);
+    let sniffer = PacketSniffer::new(&env);
     let (client, mut server) = env.open_connection(&listener);
     let handshake_frames = sniffer.receive_frames_from_vip();
-    let tcp_start = support::tcp_offset(&handshake_frames[0]);
+    let tcp_start = support::tcp_header_offset(&handshake_frames[0]);
     let mut broadcast_rst = TcpPacket::between(client.local_addr().unwrap(), vip_address(family));
     broadcast_rst.destination_mac = [0xff; 6];
     broadcast_rst.flags = RST;
@@ -208,12 +209,12 @@ fn expect_broadcast_accepted_by_its_connection(family: Family) {
     let mut foreign_ack = broadcast_rst.clone();
     foreign_ack.source.set_port(1);
     foreign_ack.flags = ACK;
-    sniffer.send_frame(&env, &foreign_ack.frame_with_sequence(sequence, 1));
+    sniffer.send_frame(&env, &foreign_ack.to_frame_with_sequence(sequence, 1));
     let replies = sniffer.collect_frames_from_vip(&env);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_BROADCAST_IGNORED), 1);
     assert_eq!(replies.len(), 0, "the server kept silent");
 
-    sniffer.send_frame(&env, &broadcast_rst.frame_with_sequence(sequence, 0));
+    sniffer.send_frame(&env, &broadcast_rst.to_frame_with_sequence(sequence, 0));
     assert_eq!(server.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
 }
@@ -221,7 +222,7 @@ fn expect_broadcast_accepted_by_its_connection(family: Family) {
 #[test]
 fn new_process_takes_over_the_programs() {
     skip_if!(missing_bpf_rights());
-    let mut env = TestEnv::new();
+    let mut env = ServerTestEnv::new();
     let listener = env.listen_at_vip();
     let (mut client, mut server) = env.open_connection(&listener);
     for round in 1..=3 {
@@ -265,12 +266,12 @@ fn transfer_until(is_over: &AtomicBool, client: &mut TcpStream, server: &mut Tcp
 #[test]
 fn transfer_continues_while_keys_change() {
     skip_if!(missing_bpf_rights());
-    let mut env = TestEnv::new();
-    let sniffer = Sniffer::new(&env);
+    let mut env = ServerTestEnv::new();
+    let sniffer = PacketSniffer::new(&env);
     let (mut client, mut server) = env.open_connection(&env.listen_at_vip());
     let key_bit_of = |frame: &Vec<u8>| read_u32(frame, tsval_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
     let current_key_bit =
-        |keys: &FleetCookieKeys| if keys.current_key_index == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
+        |keys: &FleetCookieKeys| if keys.current_key_index == CookieKeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
     let (is_over, mut frames, deadline) = (AtomicBool::new(false), vec![], Instant::now() + RUN_TIMEOUT);
     let round_count = std::thread::scope(|scope| {
         let transfer_thread = scope.spawn(|| transfer_until(&is_over, &mut client, &mut server));
@@ -293,7 +294,7 @@ fn transfer_continues_while_keys_change() {
     let key_switch_count =
         frames.windows(2).filter(|frame_pair| key_bit_of(&frame_pair[0]) != key_bit_of(&frame_pair[1])).count();
     assert!(key_switch_count >= 20, "{key_switch_count} switches in {} packets", frames.len());
-    assert!(frames.iter().all(|frame| cookie_of_packet(frame) == Cookie::Server(id())));
+    assert!(frames.iter().all(|frame| read_cookie(frame) == Cookie::Server(test_server_id())));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
     env.assert_no_errors();
     for host in [&env.veth_pair.client, &env.veth_pair.server] {
@@ -324,7 +325,7 @@ struct SilentConnection {
 
 impl SilentConnection {
     fn new(
-        env: &TestEnv,
+        env: &ServerTestEnv,
         listener: &TcpListener,
         silent_time: Duration,
         first_sender: FirstSender,
@@ -367,7 +368,7 @@ impl SilentConnection {
 }
 
 /// Asserts that connections continue after each silence (in s), for each first sender and each value of `keep_alives`.
-fn assert_connections_resume(env: &TestEnv, silence_seconds: &[u64], keep_alives: &[bool]) {
+fn assert_connections_resume(env: &ServerTestEnv, silence_seconds: &[u64], keep_alives: &[bool]) {
     let (listener, mut connections) = (env.listen_at_vip(), vec![]);
     for silent_seconds in silence_seconds {
         for first in [FirstSender::Server, FirstSender::Client, FirstSender::ServerManySegments] {
@@ -398,17 +399,17 @@ fn assert_connections_resume(env: &TestEnv, silence_seconds: &[u64], keep_alives
 #[test]
 fn idle_connection_continues() {
     skip_if!(missing_bpf_rights());
-    expect_idle_connections_continue(Family::Ipv4);
+    expect_idle_connections_continue(AddressFamily::Ipv4);
 }
 
 #[test]
 fn idle_ipv6_connection_continues() {
     skip_if!(missing_bpf_rights());
-    expect_idle_connections_continue(Family::Ipv6);
+    expect_idle_connections_continue(AddressFamily::Ipv6);
 }
 
-fn expect_idle_connections_continue(family: Family) {
-    let env = TestEnv::start_for_family(family, ServiceSettings::default());
+fn expect_idle_connections_continue(family: AddressFamily) {
+    let env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
     assert_connections_resume(&env, &[33, 36, 40], &[false]);
     // Several segments may be clamped before the client returns the first of their TSvals.
     let clamped_count_before = env.server_counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);
@@ -424,5 +425,5 @@ fn connections_continue_after_any_idle_time() {
     skip_if!(missing_bpf_rights());
     let tested_silence_seconds =
         [32, 33, 40, 50, 60, 64, 65, 66, 70, 80, 95, 97, 98, 99, 105, 115, 125, 130, 131, 132, 135, 140];
-    assert_connections_resume(&TestEnv::new(), &tested_silence_seconds, &[false, true]);
+    assert_connections_resume(&ServerTestEnv::new(), &tested_silence_seconds, &[false, true]);
 }

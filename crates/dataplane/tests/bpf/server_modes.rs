@@ -8,36 +8,39 @@ use std::time::{Duration, Instant};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::sockets::counts::count_connections;
 use coreward_dataplane::sockets::query_open_sockets;
-use coreward_dataplane::tc::Direction;
+use coreward_dataplane::tc::PacketDirection;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 use coreward_model::{FourTuple, ServerId};
 
-use crate::support::hand_client::{RawTcpClient, set_broadcast_mac, set_previous_server, tsecr_with_index};
+use crate::support::hand_client::{RawTcpClient, set_broadcast_mac, set_previous_server, tsecr_with_table_index};
 use crate::support::network::VIP;
-use crate::support::server_env::{PORT, TIMEOUT, TestEnv, client_address, fleet_keys, id, tcp_flags, vip_address};
+use crate::support::server_env::{
+    SERVICE_PORT, SOCKET_TIMEOUT, ServerTestEnv, client_address, fleet_keys, read_tcp_flags, test_server_id,
+    vip_address,
+};
 use crate::support::{
-    self, ACK, Family, RST, SYN, TcpPacket, aligned_timestamp_option, is_ipv6, missing_bpf_rights, ones_complement_sum,
-    read_u32, skip_if, tsval_clock_ms, tsval_offset,
+    self, ACK, AddressFamily, RST, SYN, TcpPacket, aligned_timestamp_option, is_ipv6, missing_bpf_rights,
+    ones_complement_sum, read_u32, skip_if, tsval_clock_ms, tsval_offset,
 };
 
-const TABLE_INDEX: u16 = 0x2abc;
-const STATEFUL_MODE: ServiceSettings = service_mode(Consistency::Stateful, TimestampOrigin::Server);
-const BEAMER_MODE: ServiceSettings = service_mode(Consistency::Beamer, TimestampOrigin::Server);
+const CONNECTION_TABLE_INDEX: u16 = 0x2abc;
+const STATEFUL_MODE: ServiceSettings = service_mode(ConsistencyMode::Stateful, TimestampOrigin::Server);
+const BEAMER_MODE: ServiceSettings = service_mode(ConsistencyMode::Beamer, TimestampOrigin::Server);
 
-const fn service_mode(consistency: Consistency, timestamps: TimestampOrigin) -> ServiceSettings {
-    ServiceSettings { consistency, timestamps, migration: None, forwarding: Forwarding::L2 }
+const fn service_mode(consistency: ConsistencyMode, timestamps: TimestampOrigin) -> ServiceSettings {
+    ServiceSettings { consistency, timestamps, migration: None, forwarding: ForwardingMode::L2 }
 }
 
 fn cookies_in_frames(client: &RawTcpClient<'_>, frames: &[Vec<u8>]) -> Vec<Cookie> {
     let client_address = client.address();
-    let family = if client_address.is_ipv4() { Family::Ipv4 } else { Family::Ipv6 };
+    let family = if client_address.is_ipv4() { AddressFamily::Ipv4 } else { AddressFamily::Ipv6 };
     let tuple = FourTuple::new(client_address, vip_address(family)).unwrap();
-    let tsval_of = |frame: &Vec<u8>| read_u32(frame, tsval_offset(frame).expect("a timestamp"));
-    frames.iter().map(|frame| cookie::decode_cookie(&fleet_keys(), &tuple, tsval_of(frame))).collect()
+    let read_tsval = |frame: &Vec<u8>| read_u32(frame, tsval_offset(frame).expect("a timestamp"));
+    frames.iter().map(|frame| cookie::decode_cookie(&fleet_keys(), &tuple, read_tsval(frame))).collect()
 }
 
 fn cookie_in_frame(client: &RawTcpClient<'_>, frame: &[u8]) -> Cookie {
@@ -49,28 +52,30 @@ fn leave_unchanged(_: &mut Vec<u8>) {}
 #[test]
 fn table_index_in_syn_is_hidden_from_the_kernel() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_table_index_in_cookies);
+    AddressFamily::BOTH.into_iter().for_each(expect_table_index_in_cookies);
 }
 
-fn expect_table_index_in_cookies(family: Family) {
+fn expect_table_index_in_cookies(family: AddressFamily) {
     for syn_cookies in ["1", "2"] {
-        let env = TestEnv::start_for_family(family, STATEFUL_MODE);
+        let env = ServerTestEnv::start_for_family(family, STATEFUL_MODE);
         env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let listener = env.listen_at_vip();
         let mut client = RawTcpClient::new(&env, 4001, true);
-        let syn_ack = client.open_connection(tsecr_with_index(TABLE_INDEX));
+        let syn_ack = client.open_connection(tsecr_with_table_index(CONNECTION_TABLE_INDEX));
         assert_eq!(env.server_counter(intf::SERVER_COUNTER_INDEX_LEARNT), 1);
-        assert_eq!(cookie_in_frame(&client, &syn_ack), Cookie::TableIndex(TABLE_INDEX));
+        assert_eq!(cookie_in_frame(&client, &syn_ack), Cookie::TableIndex(CONNECTION_TABLE_INDEX));
         let returned_tsecr = read_u32(&syn_ack, tsval_offset(&syn_ack).unwrap() + 4);
         assert_eq!(returned_tsecr, 1, "the client's own TSval");
         client.send_final_ack();
         let (mut server, _) = listener.accept().unwrap();
-        server.set_read_timeout(Some(TIMEOUT)).unwrap();
+        server.set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
         for _ in 0..3 {
             let replies = client.send_payload(b"request", leave_unchanged);
             assert!(!replies.is_empty());
             assert!(
-                cookies_in_frames(&client, &replies).iter().all(|cookie| *cookie == Cookie::TableIndex(TABLE_INDEX))
+                cookies_in_frames(&client, &replies)
+                    .iter()
+                    .all(|cookie| *cookie == Cookie::TableIndex(CONNECTION_TABLE_INDEX))
             );
             server.read_exact(&mut [0; 7]).unwrap();
         }
@@ -83,26 +88,26 @@ fn expect_table_index_in_cookies(family: Family) {
 #[test]
 fn server_id_is_stamped_if_syn_has_no_table_index() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_server_id_without_table_index);
+    AddressFamily::BOTH.into_iter().for_each(expect_server_id_without_table_index);
 }
 
-fn expect_server_id_without_table_index(family: Family) {
-    let env = TestEnv::start_for_family(family, STATEFUL_MODE);
+fn expect_server_id_without_table_index(family: AddressFamily) {
+    let env = ServerTestEnv::start_for_family(family, STATEFUL_MODE);
     let listener = env.listen_at_vip();
     // A former connection with the same 4-tuple had an index, which the server forgets when the new SYN arrives.
     let mut first_client = RawTcpClient::new(&env, 4002, true);
-    first_client.open_connection(tsecr_with_index(TABLE_INDEX));
-    let rst_frame = first_client.next_frame(RST | ACK, first_client.server_tsval, b"");
-    first_client.send(&rst_frame);
+    first_client.open_connection(tsecr_with_table_index(CONNECTION_TABLE_INDEX));
+    let rst_frame = first_client.build_next_frame(RST | ACK, first_client.server_tsval, b"");
+    first_client.send_frame(&rst_frame);
     first_client.collect_all_frames();
     let mut client = RawTcpClient::new(&env, 4002, true);
     let syn_ack = client.open_connection(0);
-    assert_eq!(cookie_in_frame(&client, &syn_ack), Cookie::Server(id()));
+    assert_eq!(cookie_in_frame(&client, &syn_ack), Cookie::Server(test_server_id()));
     client.send_final_ack();
     let _server_stream = listener.accept().unwrap();
     let replies = client.send_payload(b"request", leave_unchanged);
     assert!(
-        cookies_in_frames(&client, &replies).iter().all(|cookie| *cookie == Cookie::Server(id())),
+        cookies_in_frames(&client, &replies).iter().all(|cookie| *cookie == Cookie::Server(test_server_id())),
         "{replies:02x?}"
     );
     assert!(env.server_counter(intf::SERVER_COUNTER_INDEX_UNKNOWN) >= 2);
@@ -113,62 +118,64 @@ fn expect_server_id_without_table_index(family: Family) {
 #[test]
 fn connections_continue_with_the_server_id_after_table_loss() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_server_id_after_table_loss);
+    AddressFamily::BOTH.into_iter().for_each(expect_server_id_after_table_loss);
 }
 
-fn expect_server_id_after_table_loss(family: Family) {
-    let env = TestEnv::start_for_family(family, STATEFUL_MODE);
+fn expect_server_id_after_table_loss(family: AddressFamily) {
+    let env = ServerTestEnv::start_for_family(family, STATEFUL_MODE);
     let listener = env.listen_at_vip();
     let mut client = RawTcpClient::new(&env, 4003, true);
-    client.open_connection(tsecr_with_index(TABLE_INDEX));
+    client.open_connection(tsecr_with_table_index(CONNECTION_TABLE_INDEX));
     client.send_final_ack();
     let (mut server, _) = listener.accept().unwrap();
     let replies_with_index = client.send_payload(b"request", leave_unchanged);
-    assert_eq!(cookie_in_frame(&client, &replies_with_index[0]), Cookie::TableIndex(TABLE_INDEX));
+    assert_eq!(cookie_in_frame(&client, &replies_with_index[0]), Cookie::TableIndex(CONNECTION_TABLE_INDEX));
     // After one broadcast round trip the server stamps its id. TSecr values with the index are still restored.
     let replies_after_loss = client.send_payload(b"request", |frame| set_broadcast_mac(frame));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INDEX_GIVEN_UP), 1);
-    assert_eq!(cookie_in_frame(&client, replies_after_loss.last().unwrap()), Cookie::Server(id()));
+    assert_eq!(cookie_in_frame(&client, replies_after_loss.last().unwrap()), Cookie::Server(test_server_id()));
     let tsval_step = client
         .server_tsval
         .wrapping_sub(read_u32(&replies_with_index[0], tsval_offset(&replies_with_index[0]).unwrap()));
     assert!(tsval_step < 1 << 31, "TSval does not step back");
     let later_replies = client.send_payload(b"request", leave_unchanged);
-    assert_eq!(cookie_in_frame(&client, &later_replies[0]), Cookie::Server(id()));
-    server.set_read_timeout(Some(TIMEOUT)).unwrap();
+    assert_eq!(cookie_in_frame(&client, &later_replies[0]), Cookie::Server(test_server_id()));
+    server.set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
     server.read_exact(&mut [0; 21]).unwrap();
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
     env.assert_no_errors();
 }
 
 /// Runs the programs on a SYN with a table index from client `client_number` of a flood, and on the server's SYN-ACK.
-fn run_flood_handshake(env: &TestEnv, client_number: u32) {
-    let mut flood_syn = TcpPacket::new((Ipv4Addr::from(0x0b00_0000 + client_number), 5), (VIP, PORT));
+fn run_flood_handshake(env: &ServerTestEnv, client_number: u32) {
+    let mut flood_syn = TcpPacket::new((Ipv4Addr::from(0x0b00_0000 + client_number), 5), (VIP, SERVICE_PORT));
     flood_syn.flags = SYN;
     flood_syn.payload.clear();
-    flood_syn.tcp_options = aligned_timestamp_option(1, tsecr_with_index(7));
-    test_run::run(env.programs.program_for_direction(Direction::Ingress), &flood_syn.frame(), 1).unwrap();
-    let mut flood_syn_ack = TcpPacket::new((VIP, PORT), (*flood_syn.source.ip(), 5));
+    flood_syn.tcp_options = aligned_timestamp_option(1, tsecr_with_table_index(7));
+    test_run::run_program(env.programs.program_for_direction(PacketDirection::Ingress), &flood_syn.to_frame(), 1)
+        .unwrap();
+    let mut flood_syn_ack = TcpPacket::new((VIP, SERVICE_PORT), (*flood_syn.source.ip(), 5));
     flood_syn_ack.flags = SYN | ACK;
     flood_syn_ack.payload.clear();
     flood_syn_ack.tcp_options = aligned_timestamp_option(tsval_clock_ms(), 1);
-    test_run::run(env.programs.program_for_direction(Direction::Egress), &flood_syn_ack.frame(), 1).unwrap();
+    test_run::run_program(env.programs.program_for_direction(PacketDirection::Egress), &flood_syn_ack.to_frame(), 1)
+        .unwrap();
 }
 
 #[test]
 fn syn_flood_evicts_table_indexes_without_breaking_connections() {
     skip_if!(missing_bpf_rights());
-    let env = TestEnv::start_with_mode(STATEFUL_MODE);
+    let env = ServerTestEnv::start_with_mode(STATEFUL_MODE);
     let listener = env.listen_at_vip();
     let (mut established_client, mut half_open_client) =
         (RawTcpClient::new(&env, 4004, true), RawTcpClient::new(&env, 4005, true));
-    established_client.open_connection(tsecr_with_index(TABLE_INDEX));
+    established_client.open_connection(tsecr_with_table_index(CONNECTION_TABLE_INDEX));
     established_client.send_final_ack();
     let _first_stream = listener.accept().unwrap();
     assert!(!established_client.send_payload(b"request", leave_unchanged).is_empty());
-    let syn_ack = half_open_client.open_connection(tsecr_with_index(TABLE_INDEX + 1));
-    assert_eq!(cookie_in_frame(&half_open_client, &syn_ack), Cookie::TableIndex(TABLE_INDEX + 1));
+    let syn_ack = half_open_client.open_connection(tsecr_with_table_index(CONNECTION_TABLE_INDEX + 1));
+    assert_eq!(cookie_in_frame(&half_open_client, &syn_ack), Cookie::TableIndex(CONNECTION_TABLE_INDEX + 1));
 
     // SYNs with an index come from twice as many clients as the map has entries, and each gets a SYN-ACK.
     for n in 0..2 * intf::MAX_HALF_OPEN_INDEXES {
@@ -176,18 +183,18 @@ fn syn_flood_evicts_table_indexes_without_breaking_connections() {
     }
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);
     // The kernel's LRU map selects the entries that stay. A SYN without an index removes this client's entry.
-    let mut conflicting_syn = half_open_client.next_frame(SYN, 0, b"");
+    let mut conflicting_syn = half_open_client.build_next_frame(SYN, 0, b"");
     // Packets of test runs arrive at the loopback device, whose MAC address is 0.
     conflicting_syn[..6].fill(0);
-    test_run::run(env.programs.program_for_direction(Direction::Ingress), &conflicting_syn, 1).unwrap();
+    test_run::run_program(env.programs.program_for_direction(PacketDirection::Ingress), &conflicting_syn, 1).unwrap();
     // Reads the SYN-ACKs that the server has retransmitted.
     half_open_client.receive_replies();
     half_open_client.send_final_ack();
     let _second_stream = listener.accept().unwrap();
     let replies = half_open_client.send_payload(b"request", leave_unchanged);
-    assert_eq!(cookie_in_frame(&half_open_client, &replies[0]), Cookie::Server(id()));
+    assert_eq!(cookie_in_frame(&half_open_client, &replies[0]), Cookie::Server(test_server_id()));
     let replies = established_client.send_payload(b"request", leave_unchanged);
-    assert_eq!(cookie_in_frame(&established_client, &replies[0]), Cookie::TableIndex(TABLE_INDEX));
+    assert_eq!(cookie_in_frame(&established_client, &replies[0]), Cookie::TableIndex(CONNECTION_TABLE_INDEX));
     env.assert_no_errors();
 }
 
@@ -204,7 +211,7 @@ fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identif
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
     client.collect_all_frames();
-    client.send(&frame);
+    client.send_frame(&frame);
     let received_frames = client.collect_all_frames();
     let Some(forwarded_frame) =
         received_frames.iter().find(|received_frame| received_frame[..6] == PREVIOUS_SERVER_MAC.0)
@@ -225,7 +232,7 @@ fn send_and_check_reply(client: &mut RawTcpClient<'_>, frame: &[u8], identificat
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
     client.collect_all_frames();
-    client.send(&frame);
+    client.send_frame(&frame);
     let (sources, destinations) = if is_ipv6(&frame) { (22..38, 38..54) } else { (26..30, 30..34) };
     let is_reply = |received_frame: &Vec<u8>| {
         received_frame[sources.clone()] == frame[destinations.clone()]
@@ -237,33 +244,33 @@ fn send_and_check_reply(client: &mut RawTcpClient<'_>, frame: &[u8], identificat
 #[test]
 fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_forwarded_to_previous_server);
+    AddressFamily::BOTH.into_iter().for_each(expect_forwarded_to_previous_server);
 }
 
 /// Asserts that a server keeps the packets of a connection after the handshake, although they name a previous server.
 /// `syn_cookies` is the value of the sysctl tcp_syncookies.
-fn expect_unforwarded_after_handshake(env: &TestEnv, listener: &TcpListener, port: u16, syn_cookies: &str) {
+fn expect_unforwarded_after_handshake(env: &ServerTestEnv, listener: &TcpListener, port: u16, syn_cookies: &str) {
     env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
     let mut client = RawTcpClient::new(env, port, false);
     client.open_connection(0);
-    let ack_frame = client.next_frame(ACK, 0, b"");
+    let ack_frame = client.build_next_frame(ACK, 0, b"");
     assert!(!send_and_check_forwarded(&mut client, &ack_frame, PREVIOUS_SERVER_ID), "SYN cookies {syn_cookies}");
     let (mut server, _) = listener.accept().unwrap();
-    server.set_read_timeout(Some(TIMEOUT)).unwrap();
+    server.set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
     client.send_payload(b"request", |frame| set_previous_server(frame, PREVIOUS_SERVER_ID));
     server.read_exact(&mut [0; 7]).unwrap();
 }
 
-fn expect_forwarded_to_previous_server(family: Family) {
-    let mut env = TestEnv::start_for_family(family, ServiceSettings::default());
+fn expect_forwarded_to_previous_server(family: AddressFamily) {
+    let mut env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
     env.programs.set_other_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
     let env = env;
     let listener = env.listen_at_vip();
     let mut client = RawTcpClient::new(&env, 4006, false);
-    let (stray_frame, syn_frame) = (client.next_frame(ACK, 0, b"stray"), client.next_frame(SYN, 0, b""));
+    let (stray_frame, syn_frame) = (client.build_next_frame(ACK, 0, b"stray"), client.build_next_frame(SYN, 0, b""));
     assert!(send_and_check_forwarded(&mut client, &stray_frame, PREVIOUS_SERVER_ID));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_CHAINED), 1);
-    for identification in [intf::NO_SERVER as u16, id().get(), 0x7000] {
+    for identification in [intf::NO_SERVER as u16, test_server_id().get(), 0x7000] {
         assert!(!send_and_check_forwarded(&mut client, &stray_frame, identification), "{identification:#x}");
     }
     // While the previous server's MAC address is unknown, a packet that may belong to that server's connection is
@@ -278,7 +285,7 @@ fn expect_forwarded_to_previous_server(family: Family) {
     assert!(!send_and_check_forwarded(&mut client, &syn_frame, PREVIOUS_SERVER_ID), "a connection begins here");
     // The cookie in a timestamp names this server.
     let mut timestamp_client = RawTcpClient::new(&env, 4007, true);
-    let frame = timestamp_client.next_frame(ACK, 5, b"stray");
+    let frame = timestamp_client.build_next_frame(ACK, 5, b"stray");
     assert!(!send_and_check_forwarded(&mut timestamp_client, &frame, PREVIOUS_SERVER_ID));
 
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
@@ -290,22 +297,22 @@ fn expect_forwarded_to_previous_server(family: Family) {
 #[test]
 fn packets_with_timestamps_are_forwarded_if_they_name_the_previous_server() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_all_packets_forwarded);
+    AddressFamily::BOTH.into_iter().for_each(expect_all_packets_forwarded);
 }
 
-fn expect_all_packets_forwarded(family: Family) {
-    let timestamps_off_mode = service_mode(Consistency::Stateless, TimestampOrigin::Off);
+fn expect_all_packets_forwarded(family: AddressFamily) {
+    let timestamps_off_mode = service_mode(ConsistencyMode::Stateless, TimestampOrigin::Off);
     for (mode, chained) in [
         (BEAMER_MODE, true),
         (timestamps_off_mode, true),
-        (ServiceSettings { consistency: Consistency::HashTable, ..timestamps_off_mode }, false),
+        (ServiceSettings { consistency: ConsistencyMode::HashTable, ..timestamps_off_mode }, false),
     ] {
-        let mut env = TestEnv::start_for_family(family, mode);
+        let mut env = ServerTestEnv::start_for_family(family, mode);
         env.programs.set_other_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
         let env = env;
         let listener = env.listen_at_vip();
         let mut client = RawTcpClient::new(&env, 4008, true);
-        let stray_frame = client.next_frame(ACK, 5, b"stray");
+        let stray_frame = client.build_next_frame(ACK, 5, b"stray");
         assert_eq!(send_and_check_forwarded(&mut client, &stray_frame, PREVIOUS_SERVER_ID), chained, "{mode:?}");
         // Packets are neither stamped nor restored.
         let (mut client_stream, mut server_stream) = env.open_connection(&listener);
@@ -325,8 +332,8 @@ fn broadcast_icmp_error(
     quoted_source: SocketAddr,
     quoted_destination: SocketAddr,
 ) -> Vec<u8> {
-    let quoted_packet = TcpPacket::between(quoted_source, quoted_destination).frame();
-    let mut frame = client.next_frame(ACK, 0, b"");
+    let quoted_packet = TcpPacket::between(quoted_source, quoted_destination).to_frame();
+    let mut frame = client.build_next_frame(ACK, 0, b"");
     if is_ipv6(&frame) {
         replace_by_icmpv6_error(&mut frame, &quoted_packet[14..]);
     } else {
@@ -360,11 +367,11 @@ fn replace_by_icmpv6_error(frame: &mut Vec<u8>, quoted_packet: &[u8]) {
 #[test]
 fn broadcast_icmp_error_is_accepted_by_the_connections_server() {
     skip_if!(missing_bpf_rights());
-    Family::BOTH.into_iter().for_each(expect_broadcast_errors_accepted_by_connection);
+    AddressFamily::BOTH.into_iter().for_each(expect_broadcast_errors_accepted_by_connection);
 }
 
-fn expect_broadcast_errors_accepted_by_connection(family: Family) {
-    let env = TestEnv::start_for_family(family, ServiceSettings::default());
+fn expect_broadcast_errors_accepted_by_connection(family: AddressFamily) {
+    let env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
     let listener = env.listen_at_vip();
     let (stream, _server) = env.open_connection(&listener);
     let client_port = stream.local_addr().unwrap().port();
@@ -380,22 +387,22 @@ fn expect_broadcast_errors_accepted_by_connection(family: Family) {
         (vip_address(family), self::client_address(family, client_port), (1, 0)),
         (vip_address(family), self::client_address(family, client_port ^ 1), (1, 1)),
         // A quote from another port belongs to no service, so the error passes to the kernel.
-        ((vip_address(family).ip(), PORT + 1).into(), self::client_address(family, client_port), (1, 1)),
+        ((vip_address(family).ip(), SERVICE_PORT + 1).into(), self::client_address(family, client_port), (1, 1)),
     ];
     for (source, destination, expected) in quotes_with_counters {
         let frame = broadcast_icmp_error(&client, source, destination);
-        client.send(&frame);
+        client.send_frame(&frame);
         client.collect_all_frames();
         assert_eq!(read_counters(), expected, "{source:?} {destination:?}");
     }
     let mut unicast_error =
         broadcast_icmp_error(&client, vip_address(family), self::client_address(family, client_port));
-    unicast_error[..6].copy_from_slice(&client.next_frame(ACK, 0, b"")[..6]);
-    client.send(&unicast_error);
+    unicast_error[..6].copy_from_slice(&client.build_next_frame(ACK, 0, b"")[..6]);
+    client.send_frame(&unicast_error);
     client.collect_all_frames();
     assert_eq!(read_counters(), (1, 1), "not broadcast");
     // The kernel counts an ICMP error as IcmpInErrors if it finds no socket, as for the other port.
-    if family == Family::Ipv4 {
+    if family == AddressFamily::Ipv4 {
         for (counter_name, expected) in [("IcmpInMsgs", 3), ("IcmpInErrors", 1), ("IcmpInCsumErrors", 0)] {
             assert_eq!(env.veth_pair.server.kernel_counter(counter_name), expected, "{counter_name}");
         }
@@ -405,7 +412,7 @@ fn expect_broadcast_errors_accepted_by_connection(family: Family) {
 #[test]
 fn each_stalled_handshake_or_connection_is_counted_once() {
     skip_if!(missing_bpf_rights());
-    let env = TestEnv::new();
+    let env = ServerTestEnv::new();
     let listener = env.listen_at_vip();
     // Without an ACK, the SYN-ACK is sent after 0, 1, 3 and 7 s, and data is retransmitted after 0.2, 0.6, 1.4 and 3 s.
     let (mut silent_client, mut deaf_client) =
@@ -416,8 +423,8 @@ fn each_stalled_handshake_or_connection_is_counted_once() {
     let (mut server, _) = listener.accept().unwrap();
     server.write_all(b"answer").unwrap();
     let count_syn_acks =
-        || silent_client.collect_own_frames().iter().filter(|frame| tcp_flags(frame) == SYN | ACK).count();
-    let (mut syn_ack_count, deadline) = (1, Instant::now() + TIMEOUT);
+        || silent_client.collect_own_frames().iter().filter(|frame| read_tcp_flags(frame) == SYN | ACK).count();
+    let (mut syn_ack_count, deadline) = (1, Instant::now() + SOCKET_TIMEOUT);
     while syn_ack_count < 4 {
         std::thread::sleep(Duration::from_millis(20));
         let stalled_count = env.server_counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED);
@@ -434,40 +441,41 @@ fn each_stalled_handshake_or_connection_is_counted_once() {
 #[test]
 fn sockets_of_open_connections_are_found() {
     skip_if!(missing_bpf_rights());
-    for family in Family::BOTH {
-        let env = TestEnv::start_for_family(family, ServiceSettings::default());
+    for family in AddressFamily::BOTH {
+        let env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
         expect_sockets_of_connections(&env, &env.listen_at_vip());
         // IPv4 connections of a dual-stack socket have IPv4-mapped addresses.
-        let env = TestEnv::start_for_family(family, ServiceSettings::default());
+        let env = ServerTestEnv::start_for_family(family, ServiceSettings::default());
         let dual_stack_listener =
-            env.veth_pair.server.run_inside(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).unwrap());
+            env.veth_pair.server.run_in_namespace(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, SERVICE_PORT)).unwrap());
         expect_sockets_of_connections(&env, &dual_stack_listener);
     }
 }
 
-fn expect_sockets_of_connections(env: &TestEnv, listener: &TcpListener) {
+fn expect_sockets_of_connections(env: &ServerTestEnv, listener: &TcpListener) {
     let service_address = vip_address(env.family);
     let open_connections: Vec<_> = (0..100).map(|_| env.open_connection(listener)).collect();
     let mut half_open_client = RawTcpClient::new(env, 4014, true);
     half_open_client.open_connection(0);
-    let four_tuple = |client, vip| FourTuple::new(client, vip).unwrap();
-    let mut expected_sockets = vec![(four_tuple(half_open_client.address(), service_address), true)];
+    let new_four_tuple = |client, vip| FourTuple::new(client, vip).unwrap();
+    let mut expected_sockets = vec![(new_four_tuple(half_open_client.address(), service_address), true)];
     for (client, _) in &open_connections {
         let client = client.local_addr().unwrap();
-        expected_sockets.push((four_tuple(client, service_address), true));
+        expected_sockets.push((new_four_tuple(client, service_address), true));
         // The look-up of an unused tuple finds only the listening socket, which does not count.
         expected_sockets
-            .push((four_tuple((half_open_client.address().ip(), client.port()).into(), service_address), false));
-        expected_sockets.push((four_tuple(client, (service_address.ip(), PORT + 1).into()), false));
+            .push((new_four_tuple((half_open_client.address().ip(), client.port()).into(), service_address), false));
+        expected_sockets.push((new_four_tuple(client, (service_address.ip(), SERVICE_PORT + 1).into()), false));
     }
     let tuples: Vec<FourTuple> = expected_sockets.iter().map(|(tuple, _)| *tuple).collect();
-    let open_socket_flags = env.veth_pair.server.run_inside(|| query_open_sockets(&tuples).unwrap());
+    let open_socket_flags = env.veth_pair.server.run_in_namespace(|| query_open_sockets(&tuples).unwrap());
     for ((tuple, expected), has_socket) in expected_sockets.iter().zip(open_socket_flags) {
         assert_eq!(has_socket, *expected, "{tuple:?}");
     }
-    assert_eq!(env.veth_pair.server.run_inside(|| query_open_sockets(&[]).unwrap()), [] as [bool; 0]);
-    let other_family_vip = vip_address(if env.family == Family::Ipv4 { Family::Ipv6 } else { Family::Ipv4 });
+    assert_eq!(env.veth_pair.server.run_in_namespace(|| query_open_sockets(&[]).unwrap()), [] as [bool; 0]);
+    let other_family_vip =
+        vip_address(if env.family == AddressFamily::Ipv4 { AddressFamily::Ipv6 } else { AddressFamily::Ipv4 });
     let connection_counts_by_vip =
-        env.veth_pair.server.run_inside(|| count_connections(&[service_address, other_family_vip]).unwrap());
+        env.veth_pair.server.run_in_namespace(|| count_connections(&[service_address, other_family_vip]).unwrap());
     assert_eq!(connection_counts_by_vip, [101, 0]);
 }

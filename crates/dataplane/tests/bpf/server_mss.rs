@@ -6,16 +6,16 @@ use std::os::fd::AsFd as _;
 
 use coreward_intf as intf;
 use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 use nix::sys::socket::{getsockopt, sockopt};
 
-use crate::support::server_env::{TestEnv, set_services};
-use crate::support::{Family, missing_bpf_rights, skip_if};
+use crate::support::server_env::{ServerTestEnv, set_services};
+use crate::support::{AddressFamily, missing_bpf_rights, skip_if};
 
 /// Returns the maximum segment size in bytes: Ethernet's MTU less the IP header, the TCP header and the padded
 /// timestamp option.
-fn max_segment_size(family: Family) -> u32 {
-    let ip_header_bytes = if family == Family::Ipv4 { 20 } else { 40 };
+fn max_segment_size_bytes(family: AddressFamily) -> u32 {
+    let ip_header_bytes = if family == AddressFamily::Ipv4 { 20 } else { 40 };
     1500 - ip_header_bytes - 20 - 12
 }
 
@@ -25,8 +25,8 @@ const OUTER_HEADER_BYTES_BY_ADDRESS: [(IpAddr, u32); 2] =
 
 /// Opens a connection and sends a request. Returns the client's maximum segment size in bytes and the number of
 /// SYN-ACKs whose MSS was reduced. `server` is the server's address in outer headers.
-fn connect_and_get_segment_size(family: Family, mode: ServiceSettings, server: IpAddr) -> (u32, u64) {
-    let mut env = TestEnv::start_for_family(family, mode);
+fn connect_and_get_segment_size(family: AddressFamily, mode: ServiceSettings, server: IpAddr) -> (u32, u64) {
+    let mut env = ServerTestEnv::start_for_family(family, mode);
     env.programs.set_outer_address_family(server);
     set_services(&mut env.programs, mode);
     let listener = env.listen_at_vip();
@@ -41,14 +41,17 @@ fn connect_and_get_segment_size(family: Family, mode: ServiceSettings, server: I
 fn syn_ack_mss_leaves_room_for_the_outer_header() {
     skip_if!(missing_bpf_rights());
     let (server, off) = (TimestampOrigin::Server, TimestampOrigin::Off);
-    for (timestamps, forwarding) in
-        [(server, Forwarding::Ipip), (server, Forwarding::Gue), (off, Forwarding::Ipip), (off, Forwarding::Gue)]
-    {
-        for family in Family::BOTH {
+    for (timestamps, forwarding) in [
+        (server, ForwardingMode::Ipip),
+        (server, ForwardingMode::Gue),
+        (off, ForwardingMode::Ipip),
+        (off, ForwardingMode::Gue),
+    ] {
+        for family in AddressFamily::BOTH {
             let mode = ServiceSettings { timestamps, forwarding, ..ServiceSettings::default() };
             for (server, outer_header) in OUTER_HEADER_BYTES_BY_ADDRESS {
                 let (size, clamped) = connect_and_get_segment_size(family, mode, server);
-                assert_eq!(size, max_segment_size(family) - outer_header, "{family:?} {mode:?} {server}");
+                assert_eq!(size, max_segment_size_bytes(family) - outer_header, "{family:?} {mode:?} {server}");
                 assert!(clamped >= 1);
             }
         }
@@ -58,11 +61,11 @@ fn syn_ack_mss_leaves_room_for_the_outer_header() {
 #[test]
 fn syn_ack_without_encapsulation_is_unchanged() {
     skip_if!(missing_bpf_rights());
-    for family in Family::BOTH {
+    for family in AddressFamily::BOTH {
         for (server, _) in OUTER_HEADER_BYTES_BY_ADDRESS {
             assert_eq!(
                 connect_and_get_segment_size(family, ServiceSettings::default(), server),
-                (max_segment_size(family), 0)
+                (max_segment_size_bytes(family), 0)
             );
         }
     }

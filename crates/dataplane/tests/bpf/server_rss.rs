@@ -8,17 +8,17 @@ use coreward_dataplane::steer::SteerProgram;
 use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssInputTransform, RssKey};
 use coreward_model::tuple::address_from_words;
 use socket2::{Domain, SockRef, Socket, Type};
 
-use crate::support::server_env::{TIMEOUT, TestEnv, vip_address};
-use crate::support::{Family, missing_bpf_rights, skip_if};
+use crate::support::server_env::{SOCKET_TIMEOUT, ServerTestEnv, vip_address};
+use crate::support::{AddressFamily, missing_bpf_rights, skip_if};
 
 const QUEUE_COUNT: u16 = 4;
 const CONNECTION_COUNT: usize = 32;
 
-fn rss_config(hash_input_transform: InputTransform) -> RssConfig {
+fn new_rss_config(hash_input_transform: RssInputTransform) -> RssConfig {
     let indirection_table = IndirectionTable::balanced(1, 128, QUEUE_COUNT).unwrap();
     RssConfig {
         key: RssKey::microsoft_verification_key().with_input_transform(hash_input_transform),
@@ -26,11 +26,12 @@ fn rss_config(hash_input_transform: InputTransform) -> RssConfig {
     }
 }
 
-fn start_test_envs() -> impl Iterator<Item = (TestEnv, RssConfig)> {
+fn start_test_envs() -> impl Iterator<Item = (ServerTestEnv, RssConfig)> {
     let families_and_transforms =
-        Family::BOTH.into_iter().flat_map(|family| InputTransform::ALL.map(|input| (family, input)));
+        AddressFamily::BOTH.into_iter().flat_map(|family| RssInputTransform::ALL.map(|input| (family, input)));
     families_and_transforms.map(|(family, input)| {
-        let (mut env, rss) = (TestEnv::start_for_family(family, ServiceSettings::default()), rss_config(input));
+        let (mut env, rss) =
+            (ServerTestEnv::start_for_family(family, ServiceSettings::default()), new_rss_config(input));
         env.programs.set_rss_config(Some(&rss), 1);
         (env, rss)
     })
@@ -45,13 +46,13 @@ fn syn_samples_predict_the_same_queue_as_the_model() {
         let client_addresses: BTreeSet<SocketAddr> =
             connections.iter().map(|(client, _)| client.local_addr().unwrap()).collect();
         // The client's device has several queues. The kernel records no queue for SYNs from the first queue.
-        let syn_samples = env.programs.syn_samples_after(0);
+        let syn_samples = env.programs.syn_samples_after_sequence(0);
         assert!(syn_samples.len() >= CONNECTION_COUNT / 4, "{} samples", syn_samples.len());
         for sample in &syn_samples {
-            let socket_address = |address, port| SocketAddr::new(address_from_words(address), u16::from_be(port));
-            let client = socket_address(sample.source_address, sample.source_port);
+            let to_socket_address = |address, port| SocketAddr::new(address_from_words(address), u16::from_be(port));
+            let client = to_socket_address(sample.source_address, sample.source_port);
             assert!(client_addresses.contains(&client), "{client}");
-            assert_eq!(socket_address(sample.destination_address, sample.destination_port), vip_address(env.family));
+            assert_eq!(to_socket_address(sample.destination_address, sample.destination_port), vip_address(env.family));
             let expected_hash =
                 rss.key.toeplitz_hash(&FourTuple::new(client, vip_address(env.family)).unwrap().bytes());
             let hash_and_queue = (sample.hash, sample.predicted_queue);
@@ -68,25 +69,25 @@ fn syn_samples_predict_the_same_queue_as_the_model() {
     }
 }
 
-fn reuseport_listeners(env: &TestEnv) -> Vec<TcpListener> {
-    let socket_domain = if env.family == Family::Ipv4 { Domain::IPV4 } else { Domain::IPV6 };
+fn bind_reuseport_listeners(env: &ServerTestEnv) -> Vec<TcpListener> {
+    let socket_domain = if env.family == AddressFamily::Ipv4 { Domain::IPV4 } else { Domain::IPV6 };
     let bind_listener = || {
         let socket = Socket::new(socket_domain, Type::STREAM, None).unwrap();
         socket.set_reuse_port(true).unwrap();
         socket.bind(&vip_address(env.family).into()).unwrap();
         socket.listen(64).unwrap();
-        SockRef::from(&socket).set_read_timeout(Some(TIMEOUT)).unwrap();
+        SockRef::from(&socket).set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
         socket.into()
     };
-    env.veth_pair.server.run_inside(|| (0..QUEUE_COUNT).map(|_| bind_listener()).collect())
+    env.veth_pair.server.run_in_namespace(|| (0..QUEUE_COUNT).map(|_| bind_listener()).collect())
 }
 
 #[test]
 fn connections_reach_the_socket_of_their_receive_queue() {
     skip_if!(missing_bpf_rights());
     for (env, rss) in start_test_envs() {
-        let listeners = reuseport_listeners(&env);
-        let steer_program = SteerProgram::load(&env.pins.path(), "service", env.programs.rss_map()).unwrap();
+        let listeners = bind_reuseport_listeners(&env);
+        let steer_program = SteerProgram::load(&env.pins.path(), "service", env.programs.rss_map_fd()).unwrap();
         let slots: Vec<_> =
             listeners.iter().map(|socket| steer_program.add_listening_socket(socket.as_fd()).ok()).collect();
         steer_program.set_slots_by_queue(&slots);

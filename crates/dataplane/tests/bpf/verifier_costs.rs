@@ -42,7 +42,7 @@ fn verifier_costs_do_not_grow() {
         eprintln!("no verifier costs of kernel {} are recorded: only loaded", kernel_version());
         return;
     }
-    let recorded_cost = |program: &str| {
+    let find_recorded_cost = |program: &str| {
         let line = recorded_table.lines().find_map(|line| line.strip_prefix(program)?.strip_prefix('\t'));
         line.unwrap_or_else(|| panic!("{program} is not in {}: write it again", table_path.display()))
             .parse::<u32>()
@@ -50,7 +50,7 @@ fn verifier_costs_do_not_grow() {
     };
     let increased_costs: Vec<String> = current_costs
         .iter()
-        .map(|cost| (cost, recorded_cost(&cost.variant_and_program)))
+        .map(|cost| (cost, find_recorded_cost(&cost.variant_and_program)))
         .filter(|(cost, recorded_instructions)| {
             f64::from(cost.verified_instructions) > f64::from(*recorded_instructions) * MAX_COST_FACTOR
         })

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, POLL_INTERVAL, Policy, Timeouts, WorkerCounts};
+use coreward_dataplane::dispatch::{self, DispatchPolicy, QUEUE_POLL_INTERVAL, RequestTimeouts, WorkerRequestCounts};
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_dispatch::{config, service, status};
 use nix::sched::{CloneFlags, unshare};
@@ -23,11 +23,11 @@ const STALL_TIMEOUTS: ResponseAndStallTimeouts = [Duration::from_secs(2), Durati
 /// Time after which a request is given up, and time without a response after which a worker counts as stalled.
 type ResponseAndStallTimeouts = [Duration; 2];
 /// Maximum time to wait for an event.
-const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+const CONDITION_TIMEOUT: Duration = Duration::from_secs(60);
 const WORKER_ENV_VARIABLE: &str = "COREWARD_TEST_WORKER";
 
 /// First byte of a request that the worker answers with one copy of it. Four bytes with the request id follow.
-const ECHO_REQUEST: u8 = 0;
+const ECHO_REQUEST_TYPE: u8 = 0;
 const THREE_DATAGRAMS_REQUEST: u8 = 1;
 const NO_RESPONSE_REQUEST: u8 = 2;
 
@@ -91,10 +91,10 @@ fn run_in_namespace(test: impl FnOnce() + Send) {
 }
 
 /// Dispatched service with its workers and clients, which one thread controls.
-struct TestEnv {
+struct DispatchTestEnv {
     worker_processes: Vec<WorkerProcess>,
     service: Option<service::DispatchedService>,
-    service_config: config::Service,
+    service_config: config::DispatchServiceConfig,
     pin_directory: PathBuf,
     clients: Vec<UdpSocket>,
     responses_by_request_id: BTreeMap<u32, u32>,
@@ -102,14 +102,14 @@ struct TestEnv {
     last_polled_at: Instant,
 }
 
-impl TestEnv {
-    fn start(policy: Policy, worker_count: usize, timeouts: ResponseAndStallTimeouts) -> Self {
-        static INSTANCE_COUNT: AtomicU32 = AtomicU32::new(0);
-        let instance_number = INSTANCE_COUNT.fetch_add(1, Ordering::Relaxed);
-        let mut service_config = config::Service::new(SERVICE_ADDRESS, policy);
+impl DispatchTestEnv {
+    fn start(policy: DispatchPolicy, worker_count: usize, timeouts: ResponseAndStallTimeouts) -> Self {
+        static TEST_ENV_COUNT: AtomicU32 = AtomicU32::new(0);
+        let instance_number = TEST_ENV_COUNT.fetch_add(1, Ordering::Relaxed);
+        let mut service_config = config::DispatchServiceConfig::new(SERVICE_ADDRESS, policy);
         service_config.program_options.request_id_position =
             Some(dispatch::RequestIdPosition { request_offset: 1, response_offset: 1, byte_count: 4 });
-        let new_client = |_| {
+        let new_client_socket = |_| {
             let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
             socket.connect(SERVICE_ADDRESS).unwrap();
             socket.set_nonblocking(true).unwrap();
@@ -121,7 +121,7 @@ impl TestEnv {
             service_config,
             pin_directory: format!("/sys/fs/bpf/coreward-processes-test-{}-{instance_number}", std::process::id())
                 .into(),
-            clients: (0..32).map(new_client).collect(),
+            clients: (0..32).map(new_client_socket).collect(),
             responses_by_request_id: BTreeMap::new(),
             sent_request_count: 0,
             last_polled_at: Instant::now(),
@@ -134,7 +134,7 @@ impl TestEnv {
 
     /// Sets the timeouts, which apply after the next [`attach_dispatch`](Self::attach_dispatch).
     fn set_timeouts(&mut self, [response_timeout, stall_after]: ResponseAndStallTimeouts) {
-        self.service_config.user_space_timeouts = Timeouts { response_timeout, stall_after };
+        self.service_config.user_space_timeouts = RequestTimeouts { response_timeout, stall_after };
     }
 
     fn attach_dispatch(&mut self) {
@@ -152,7 +152,7 @@ impl TestEnv {
         service::service_pin_directory(&self.pin_directory, SERVICE_ADDRESS)
     }
 
-    fn worker_counts(&self) -> Vec<WorkerCounts> {
+    fn worker_counts(&self) -> Vec<WorkerRequestCounts> {
         dispatch::open_pinned_ledger(&self.pin_directory_of_service()).unwrap().worker_counts()
     }
 
@@ -184,18 +184,18 @@ impl TestEnv {
                     .or_default() += 1;
             }
         }
-        if self.last_polled_at.elapsed() >= POLL_INTERVAL {
+        if self.last_polled_at.elapsed() >= QUEUE_POLL_INTERVAL {
             self.last_polled_at = Instant::now();
             self.service.iter_mut().for_each(service::DispatchedService::poll);
         }
     }
 
     fn wait_until(&mut self, condition_name: &str, is_met: impl Fn(&Self) -> bool) {
-        let deadline = Instant::now() + WAIT_TIMEOUT;
+        let deadline = Instant::now() + CONDITION_TIMEOUT;
         while !is_met(self) {
             assert!(
                 Instant::now() < deadline,
-                "{condition_name}: not within {WAIT_TIMEOUT:?}; {:?}",
+                "{condition_name}: not within {CONDITION_TIMEOUT:?}; {:?}",
                 self.worker_counts()
             );
             self.poll_service_for(Duration::from_millis(5));
@@ -203,7 +203,7 @@ impl TestEnv {
     }
 
     /// Waits until every request is completed or given up. Returns the workers' counts.
-    fn wait_until_all_requests_end(&mut self) -> Vec<WorkerCounts> {
+    fn wait_until_all_requests_end(&mut self) -> Vec<WorkerRequestCounts> {
         self.wait_until("nothing is outstanding", |env| {
             env.worker_counts().iter().all(|worker| worker.outstanding_requests == 0)
         });
@@ -219,7 +219,7 @@ impl TestEnv {
     }
 }
 
-impl Drop for TestEnv {
+impl Drop for DispatchTestEnv {
     fn drop(&mut self) {
         // The result is ignored, because an error here would hide the failure that ended the test.
         let _ = service::end_dispatch(&self.pin_directory_of_service());
@@ -227,21 +227,21 @@ impl Drop for TestEnv {
     }
 }
 
-fn sum_of_counts(counts: &[WorkerCounts], field: impl Fn(&WorkerCounts) -> u64) -> u64 {
+fn sum_of_counts(counts: &[WorkerRequestCounts], field: impl Fn(&WorkerRequestCounts) -> u64) -> u64 {
     counts.iter().map(field).sum()
 }
 
 #[test]
 fn request_counts_are_exact_with_any_number_of_response_datagrams() {
     skip_if!(missing_bpf_rights());
-    for policy in Policy::all() {
+    for policy in DispatchPolicy::all() {
         run_in_namespace(|| {
-            let mut env = TestEnv::start(policy, 3, NO_STALL_TIMEOUTS);
+            let mut env = DispatchTestEnv::start(policy, 3, NO_STALL_TIMEOUTS);
             for number in 0..600 {
                 env.send_request(match number % 10 {
                     3 => THREE_DATAGRAMS_REQUEST,
                     7 => NO_RESPONSE_REQUEST,
-                    _ => ECHO_REQUEST,
+                    _ => ECHO_REQUEST_TYPE,
                 });
             }
             env.wait_until("all responses are there", |env| env.responses_by_request_id.len() == 540);
@@ -277,8 +277,8 @@ fn request_counts_are_exact_with_any_number_of_response_datagrams() {
 fn request_counts_stay_exact_while_workers_die_or_stop() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let mut env = TestEnv::start(Policy::ShortestQueue, 4, STALL_TIMEOUTS);
-        (0..200).for_each(|_| env.send_request(ECHO_REQUEST));
+        let mut env = DispatchTestEnv::start(DispatchPolicy::ShortestQueue, 4, STALL_TIMEOUTS);
+        (0..200).for_each(|_| env.send_request(ECHO_REQUEST_TYPE));
         let killed_worker = env.worker_processes.remove(0);
         let killed_pid = killed_worker.0.id();
         // No request is sent before the worker is gone, so its outstanding requests can only decrease.
@@ -289,15 +289,15 @@ fn request_counts_stay_exact_while_workers_die_or_stop() {
             .expect("a worker")
             .outstanding_requests;
         drop(killed_worker);
-        (0..300).for_each(|_| env.send_request(ECHO_REQUEST));
+        (0..300).for_each(|_| env.send_request(ECHO_REQUEST_TYPE));
         env.worker_processes[0].send_signal(Signal::SIGSTOP);
         // The worker counts as stalled when it has got one more request and some time has passed.
-        let deadline = Instant::now() + WAIT_TIMEOUT;
+        let deadline = Instant::now() + CONDITION_TIMEOUT;
         while env.eligible_worker_count() > 2 {
             assert!(Instant::now() < deadline, "{:?}", env.worker_counts());
-            env.send_request(ECHO_REQUEST);
+            env.send_request(ECHO_REQUEST_TYPE);
         }
-        (0..300).for_each(|_| env.send_request(ECHO_REQUEST));
+        (0..300).for_each(|_| env.send_request(ECHO_REQUEST_TYPE));
         assert_eq!(env.eligible_worker_count(), 2, "{:?}", env.worker_counts());
         let stopped_pid = env.worker_processes[0].0.id();
         let worker_counts = env.worker_counts();
@@ -310,9 +310,9 @@ fn request_counts_stay_exact_while_workers_die_or_stop() {
         );
         env.worker_processes[0].send_signal(Signal::SIGCONT);
         env.worker_processes.push(WorkerProcess::start());
-        let are_all_workers_eligible = |env: &TestEnv| env.eligible_worker_count() == 4;
+        let are_all_workers_eligible = |env: &DispatchTestEnv| env.eligible_worker_count() == 4;
         env.wait_until("all workers are back", are_all_workers_eligible);
-        (0..300).for_each(|_| env.send_request(ECHO_REQUEST));
+        (0..300).for_each(|_| env.send_request(ECHO_REQUEST_TYPE));
         let worker_counts = env.wait_until_all_requests_end();
         assert_eq!(
             sum_of_counts(&worker_counts, |worker| worker.dispatched_requests),
@@ -336,15 +336,15 @@ fn request_counts_stay_exact_while_workers_die_or_stop() {
 fn detach_and_attach_under_load_lose_no_request() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
-        let mut env = TestEnv::start(Policy::ShortestQueue, 3, NO_STALL_TIMEOUTS);
+        let mut env = DispatchTestEnv::start(DispatchPolicy::ShortestQueue, 3, NO_STALL_TIMEOUTS);
         for _ in 0..5 {
-            (0..60).for_each(|_| env.send_request(ECHO_REQUEST));
+            (0..60).for_each(|_| env.send_request(ECHO_REQUEST_TYPE));
             env.detach_dispatch();
-            (0..60).for_each(|_| env.send_request(ECHO_REQUEST));
+            (0..60).for_each(|_| env.send_request(ECHO_REQUEST_TYPE));
             env.attach_dispatch();
             env.wait_until("all workers are found", |env| env.eligible_worker_count() == 3);
             // A new version takes over while requests are outstanding.
-            (0..60).for_each(|_| env.send_request(ECHO_REQUEST));
+            (0..60).for_each(|_| env.send_request(ECHO_REQUEST_TYPE));
             env.attach_dispatch();
         }
         let worker_counts = env.wait_until_all_requests_end();

@@ -2,12 +2,12 @@
 
 use std::net::IpAddr;
 
-use crate::facts::{Address, Facts, Role, device_sysctl_path, disable_ipv6_sysctl_path};
+use crate::facts::{DeviceAddress, MachineFacts, MachineRole, device_sysctl_path, disable_ipv6_sysctl_path};
 use crate::finding::Finding;
 
 const LOOPBACK_DEVICE: &str = "lo";
 
-pub fn check_vips(facts: &Facts) -> Vec<Finding> {
+pub fn check_vips(facts: &MachineFacts) -> Vec<Finding> {
     let vips = facts.vips();
     if vips.is_empty() {
         return vec![Finding::unknown(
@@ -15,22 +15,22 @@ pub fn check_vips(facts: &Facts) -> Vec<Finding> {
         )];
     }
     let check_vip_of_role = match facts.role {
-        Role::Server => check_vip_at_server,
+        MachineRole::Server => check_vip_at_server,
         _ => check_vip_at_load_balancer,
     };
     vips.into_iter().map(|vip| check_vip_of_role(facts, vip)).collect()
 }
 
-fn devices_with_address(facts: &Facts, vip: IpAddr) -> Vec<&str> {
+fn devices_with_address(facts: &MachineFacts, vip: IpAddr) -> Vec<&str> {
     facts
         .addresses
         .iter()
         .filter(|device_address| device_address.address == vip)
-        .map(|held| held.device.as_str())
+        .map(|held| held.device_name.as_str())
         .collect()
 }
 
-fn check_vip_at_server(facts: &Facts, vip: IpAddr) -> Finding {
+fn check_vip_at_server(facts: &MachineFacts, vip: IpAddr) -> Finding {
     let devices_with_vip = devices_with_address(facts, vip);
     let (prefix, condition) = match vip {
         IpAddr::V4(_) => ("32", "  # after arp-ignore and arp-announce are right"),
@@ -53,7 +53,7 @@ fn check_vip_at_server(facts: &Facts, vip: IpAddr) -> Finding {
     Finding::ok(format!("VIP {vip} is on lo"))
 }
 
-fn check_vip_at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
+fn check_vip_at_load_balancer(facts: &MachineFacts, vip: IpAddr) -> Finding {
     let devices_with_vip = devices_with_address(facts, vip);
     let Some(device) = devices_with_vip.first() else {
         return Finding::ok(format!("VIP {vip} is no address of this machine"));
@@ -77,12 +77,12 @@ fn check_vip_at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
     .with_remedy_step(format!("ip address delete {vip} dev {device}  # and a route to the VIP at the routers"))
 }
 
-pub fn check_segment_addresses(facts: &Facts) -> Vec<Finding> {
+pub fn check_segment_addresses(facts: &MachineFacts) -> Vec<Finding> {
     if facts.servers_by_name.is_empty() || facts.device.is_none() {
         return vec![Finding::unknown("no server is known: the controller returned none")];
     }
-    let interface_addresses: Vec<&Address> =
-        facts.addresses.iter().filter(|device_address| device_address.device == facts.interface_name()).collect();
+    let interface_addresses: Vec<&DeviceAddress> =
+        facts.addresses.iter().filter(|device_address| device_address.device_name == facts.interface_name()).collect();
     let segment_servers = facts.servers_by_name.iter().filter(|(_, server)| server.is_on_segment);
     let unreachable_servers: Vec<String> = segment_servers
         .clone()
@@ -117,28 +117,30 @@ pub fn check_segment_addresses(facts: &Facts) -> Vec<Finding> {
 
 /// Returns whether devices other than the services' device have addresses, for which ARP requests may arrive on the
 /// latter.
-fn other_devices_have_addresses(facts: &Facts) -> bool {
+fn other_devices_have_addresses(facts: &MachineFacts) -> bool {
     let vips = facts.vips();
     facts
         .addresses
         .iter()
-        .filter(|device_address| device_address.address.is_ipv4() && device_address.device != facts.interface_name())
+        .filter(|device_address| {
+            device_address.address.is_ipv4() && device_address.device_name != facts.interface_name()
+        })
         .any(|device_address| !device_address.address.is_loopback() && !vips.contains(&device_address.address))
 }
 
-pub fn check_arp_ignore(facts: &Facts) -> Vec<Finding> {
+pub fn check_arp_ignore(facts: &MachineFacts) -> Vec<Finding> {
     let consequence = "the server answers ARP for the VIP on lo: clients' packets bypass the load balancers";
     // Values 3 to 8 mean something else. With 8, the kernel does not even answer for the server's own address.
     check_arp_sysctl(facts, "arp_ignore", 1..=2, "1", consequence)
 }
 
-pub fn check_arp_announce(facts: &Facts) -> Vec<Finding> {
+pub fn check_arp_announce(facts: &MachineFacts) -> Vec<Finding> {
     let consequence = "the server sends ARP requests with the VIP as sender: routers learn its MAC address for the VIP";
     check_arp_sysctl(facts, "arp_announce", 2..=2, "2", consequence)
 }
 
 fn check_arp_sysctl(
-    facts: &Facts,
+    facts: &MachineFacts,
     name: &str,
     accepted_values: std::ops::RangeInclusive<u32>,
     fixed_value: &'static str,
@@ -166,7 +168,7 @@ fn check_arp_sysctl(
 }
 
 /// Checks that IPv6 is enabled on the device that receives packets to IPv6 VIPs, and on `lo`, which has the VIPs.
-pub fn check_ipv6(facts: &Facts) -> Vec<Finding> {
+pub fn check_ipv6(facts: &MachineFacts) -> Vec<Finding> {
     if !facts.vips().iter().any(IpAddr::is_ipv6) {
         return vec![];
     }

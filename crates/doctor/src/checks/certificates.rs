@@ -2,10 +2,10 @@
 
 use coreward_tls::authority::DAY;
 
-use crate::facts::{CertificateFacts, Facts};
+use crate::facts::{CertificateFacts, MachineFacts};
 use crate::finding::Finding;
 
-pub fn check_certificates(facts: &Facts) -> Vec<Finding> {
+pub fn check_certificates(facts: &MachineFacts) -> Vec<Finding> {
     facts.certificates.iter().map(check_certificate).collect()
 }
 

@@ -1,11 +1,11 @@
 //! Checks of TCP timestamps, the clock source and the wall clock.
 
-use crate::facts::Facts;
+use crate::facts::MachineFacts;
 use crate::finding::Finding;
 
 const TCP_TIMESTAMPS_SYSCTL: &str = "net/ipv4/tcp_timestamps";
 
-pub fn check_tcp_timestamps(facts: &Facts) -> Vec<Finding> {
+pub fn check_tcp_timestamps(facts: &MachineFacts) -> Vec<Finding> {
     let Some(value) = facts.sysctl_value(TCP_TIMESTAMPS_SYSCTL) else { return vec![] };
     let has_stamped_services = facts.services.is_empty() || facts.services.iter().any(|service| service.is_stamped);
     // The agent sets the sysctl once a service is stamped at the server.
@@ -32,7 +32,7 @@ pub fn check_tcp_timestamps(facts: &Facts) -> Vec<Finding> {
 /// Slow clock sources, because each reading accesses a device.
 const SLOW_CLOCK_SOURCES: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 
-pub fn check_clock_source(facts: &Facts) -> Vec<Finding> {
+pub fn check_clock_source(facts: &MachineFacts) -> Vec<Finding> {
     let clock_source = facts.clock.clock_source.as_str();
     if clock_source.is_empty() {
         return vec![Finding::unknown("/sys does not show the clock source")];
@@ -51,7 +51,7 @@ pub fn check_clock_source(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Checks that the wall clock is synchronized (the check `clock-sync`).
-pub fn check_clock_sync(facts: &Facts) -> Vec<Finding> {
+pub fn check_clock_sync(facts: &MachineFacts) -> Vec<Finding> {
     let future_dated_report_count = facts.future_dated_report_count;
     if future_dated_report_count > 0 {
         let consequence = "one of the clocks is wrong by more than a second: logs cannot be compared";

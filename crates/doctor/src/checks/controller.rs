@@ -1,10 +1,10 @@
 //! Checks of the controller, and of the connection to it.
 
-use crate::facts::{Facts, StoreFacts};
-use crate::finding::{Finding, Fix};
+use crate::facts::{MachineFacts, StoreFacts};
+use crate::finding::{AutomaticFix, Finding};
 
 /// Checks that a server or load balancer can connect to the controller.
-pub fn check_controller_connection(facts: &Facts) -> Vec<Finding> {
+pub fn check_controller_connection(facts: &MachineFacts) -> Vec<Finding> {
     match &facts.controller_answer {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
         Some(Err(reason)) => {
@@ -19,7 +19,7 @@ pub fn check_controller_connection(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Checks that the controller can listen at its configured address.
-pub fn check_listen_address(facts: &Facts) -> Vec<Finding> {
+pub fn check_listen_address(facts: &MachineFacts) -> Vec<Finding> {
     let Some(controller) = &facts.controller_facts else {
         return vec![Finding::unknown("no file is named: --config FILE")];
     };
@@ -41,7 +41,7 @@ pub fn check_listen_address(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-pub fn check_store(facts: &Facts) -> Vec<Finding> {
+pub fn check_store(facts: &MachineFacts) -> Vec<Finding> {
     let Some(controller) = &facts.controller_facts else {
         return vec![Finding::unknown("no file is named: --config FILE")];
     };
@@ -65,7 +65,7 @@ pub fn check_store(facts: &Facts) -> Vec<Finding> {
             let consequence = "it contains the cookie keys: users who can read it can forge cookies";
             vec![
                 Finding::fault(format!("{store_path}: mode {mode:o}, expected 600"), consequence)
-                    .with_automatic_fix(Fix::RestrictToOwner(path.clone())),
+                    .with_automatic_fix(AutomaticFix::RestrictToOwner(path.clone())),
             ]
         }
         Some(_) => vec![Finding::ok(format!("{store_path}: only its owner reads it"))],

@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 
 use coreward_dataplane::lb::XdpMode;
 
-use crate::facts::{Device, Facts, Role, Server};
+use crate::facts::{DeviceFacts, MachineFacts, MachineRole, ServerFacts};
 use crate::finding::Finding;
 
 /// Runs a check of the services' device. Returns no findings without a device, which the check `interface` reports.
-fn with_device(facts: &Facts, check: impl FnOnce(&Device) -> Vec<Finding>) -> Vec<Finding> {
+fn run_device_check(facts: &MachineFacts, check: impl FnOnce(&DeviceFacts) -> Vec<Finding>) -> Vec<Finding> {
     facts.device.as_ref().map_or_else(Vec::new, check)
 }
 
-pub fn check_interface(facts: &Facts) -> Vec<Finding> {
+pub fn check_interface(facts: &MachineFacts) -> Vec<Finding> {
     let Some(name) = &facts.settings.interface else {
         return vec![Finding::unknown("no interface is named: --config FILE or --interface NAME")];
     };
@@ -42,8 +42,8 @@ pub fn check_interface(facts: &Facts) -> Vec<Finding> {
     ))]
 }
 
-pub fn check_xdp(facts: &Facts) -> Vec<Finding> {
-    with_device(facts, |device| {
+pub fn check_xdp(facts: &MachineFacts) -> Vec<Finding> {
+    run_device_check(facts, |device| {
         let interface_name = facts.interface_name();
         let mut findings = report_foreign_programs(device, interface_name);
         findings.extend(report_queue_limit(facts, device));
@@ -62,7 +62,7 @@ pub fn check_xdp(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-fn report_foreign_programs(device: &Device, interface_name: &str) -> Vec<Finding> {
+fn report_foreign_programs(device: &DeviceFacts, interface_name: &str) -> Vec<Finding> {
     let attached_program_ids = [device.xdp.native_program_id, device.xdp.generic_program_id];
     let foreign_program_ids =
         attached_program_ids.into_iter().flatten().filter(|id| Some(*id) != device.own_program_id);
@@ -75,7 +75,7 @@ fn report_foreign_programs(device: &Device, interface_name: &str) -> Vec<Finding
     foreign_program_ids.map(to_finding).collect()
 }
 
-fn report_queue_limit(facts: &Facts, device: &Device) -> Option<Finding> {
+fn report_queue_limit(facts: &MachineFacts, device: &DeviceFacts) -> Option<Finding> {
     let problem = find_queue_limit_problem(device)?;
     let consequence = "each queue needs another one to send frames";
     let max_queues_with_xdp = device.queue_counts.map_or(1, |channels| channels.max_receive_queues / 2).max(1);
@@ -84,7 +84,7 @@ fn report_queue_limit(facts: &Facts, device: &Device) -> Option<Finding> {
     Some(Finding::fault_or_warning(requires_native_xdp, problem, consequence).with_remedy_step(remedy_step))
 }
 
-fn report_missing_native_xdp(facts: &Facts, device: &Device) -> Option<Finding> {
+fn report_missing_native_xdp(facts: &MachineFacts, device: &DeviceFacts) -> Option<Finding> {
     if device.xdp.supports_native != Some(false) || facts.settings.xdp_mode == XdpMode::Generic {
         return None;
     }
@@ -97,8 +97,8 @@ fn report_missing_native_xdp(facts: &Facts, device: &Device) -> Option<Finding> 
     )
 }
 
-pub fn check_xdp_send(facts: &Facts) -> Vec<Finding> {
-    with_device(facts, |device| {
+pub fn check_xdp_send(facts: &MachineFacts) -> Vec<Finding> {
+    run_device_check(facts, |device| {
         let interface_name = facts.interface_name();
         let consequence = "packets that coreward forwards are lost";
         let is_native_program =
@@ -139,7 +139,7 @@ fn add_veth_remedy(finding: Finding) -> Finding {
 
 /// Returns a description of the problem if the NIC uses too many queues for XDP. The driver ena allows half of its
 /// queues (ena_xdp_legal_queue_count()).
-fn find_queue_limit_problem(device: &Device) -> Option<String> {
+fn find_queue_limit_problem(device: &DeviceFacts) -> Option<String> {
     let channels = device.queue_counts?;
     (device.driver == "ena" && channels.receive_queues * 2 > channels.max_receive_queues).then(|| {
         format!(
@@ -151,20 +151,20 @@ fn find_queue_limit_problem(device: &Device) -> Option<String> {
 
 /// Maximum MTU for native XDP, in bytes: a page minus the space that XDP and the kernel need around a frame
 /// (docs/limits.md). veth_xdp_set() in drivers/net/veth.c allows 3,504, and drivers/net/virtio_net.c 3,506.
-const MAX_MTU: u32 = 3_498;
+const MAX_XDP_MTU_BYTES: u32 = 3_498;
 
-pub fn check_mtu(facts: &Facts) -> Vec<Finding> {
-    with_device(facts, |device| {
+pub fn check_mtu(facts: &MachineFacts) -> Vec<Finding> {
+    run_device_check(facts, |device| {
         let interface_name = facts.interface_name();
         let is_native_program =
             device.own_program_id.is_some() && device.xdp.native_program_id == device.own_program_id;
-        if device.mtu <= MAX_MTU || is_native_program || facts.settings.xdp_mode == XdpMode::Generic {
-            return vec![Finding::ok(format!("{} bytes", device.mtu))];
+        if device.mtu_bytes <= MAX_XDP_MTU_BYTES || is_native_program || facts.settings.xdp_mode == XdpMode::Generic {
+            return vec![Finding::ok(format!("{} bytes", device.mtu_bytes))];
         }
         let consequence = "drivers reject XDP if a frame does not fit one page: generic XDP is slower, and with \
                            `xdp_mode = \"native\"` the daemon does not start";
         let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
-        let observation = format!("{} bytes: expected at most {MAX_MTU}", device.mtu);
+        let observation = format!("{} bytes: expected at most {MAX_XDP_MTU_BYTES}", device.mtu_bytes);
         vec![
             Finding::fault_or_warning(requires_native_xdp, observation, consequence)
                 .with_remedy_step(format!("ip link set {interface_name} mtu 1500  # servers and switches as well")),
@@ -175,11 +175,12 @@ pub fn check_mtu(facts: &Facts) -> Vec<Finding> {
 /// Minimum MTU of an IPv6 link, in bytes (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
-pub fn check_outer_header_room(facts: &Facts) -> Vec<Finding> {
-    with_device(facts, |device| {
+pub fn check_outer_header_room(facts: &MachineFacts) -> Vec<Finding> {
+    run_device_check(facts, |device| {
         let ipv6_services = facts.services.iter().filter(|service| service.vip().is_ipv6());
         let packet_lengths = ipv6_services.flat_map(|service| {
-            let outer_header_bytes = |server: &Server| service.forwarding.overhead_bytes(server.address);
+            let outer_header_bytes =
+                |server: &ServerFacts| service.forwarding.encapsulation_overhead_bytes(server.address);
             facts
                 .servers_by_name
                 .values()
@@ -190,11 +191,12 @@ pub fn check_outer_header_room(facts: &Facts) -> Vec<Finding> {
         let Some(required_mtu) = packet_lengths.max() else {
             return vec![Finding::ok("no service with an IPv6 VIP has servers behind routers")];
         };
-        if device.mtu as usize >= required_mtu {
-            return vec![Finding::ok(format!("{} bytes, needed: {required_mtu}", device.mtu))];
+        if device.mtu_bytes as usize >= required_mtu {
+            return vec![Finding::ok(format!("{} bytes, needed: {required_mtu}", device.mtu_bytes))];
         }
         let interface_name = facts.interface_name();
-        let observation = format!("the MTU of {interface_name} is {}: expected at least {required_mtu}", device.mtu);
+        let observation =
+            format!("the MTU of {interface_name} is {}: expected at least {required_mtu}", device.mtu_bytes);
         let consequence =
             "packets of up to 1280 bytes get no \"packet too big\", because hosts ignore a smaller MTU: they are lost";
         let remedy = format!("ip link set {interface_name} mtu {required_mtu}  # routers and servers as well");
@@ -202,8 +204,8 @@ pub fn check_outer_header_room(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-pub fn check_lro(facts: &Facts) -> Vec<Finding> {
-    with_device(facts, |device| {
+pub fn check_lro(facts: &MachineFacts) -> Vec<Finding> {
+    run_device_check(facts, |device| {
         if !device.is_lro_enabled {
             return vec![Finding::ok("off")];
         }
@@ -216,8 +218,8 @@ pub fn check_lro(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-pub fn check_vlan_tags(facts: &Facts) -> Vec<Finding> {
-    with_device(facts, |device| {
+pub fn check_vlan_tags(facts: &MachineFacts) -> Vec<Finding> {
+    run_device_check(facts, |device| {
         let interface_name = facts.interface_name();
         match (device.strips_vlan_tags, device.vlan_devices.as_slice()) {
             (false, _) => vec![Finding::ok("frames keep their VLAN tags")],
@@ -238,18 +240,19 @@ pub fn check_vlan_tags(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-pub fn check_queue_count(facts: &Facts) -> Vec<Finding> {
-    with_device(facts, |device| {
+pub fn check_queue_count(facts: &MachineFacts) -> Vec<Finding> {
+    run_device_check(facts, |device| {
         let Some(channels) = device.queue_counts else {
             return vec![Finding::unknown("the driver does not report its queues")];
         };
-        let (name, cpus, queues) = (facts.interface_name(), facts.cpu_count, usize::from(channels.receive_queues));
+        let (name, cpus, queues) =
+            (facts.interface_name(), facts.online_cpu_count, usize::from(channels.receive_queues));
         let observation = format!("receive queues: {queues} (at most {}), CPUs: {cpus}", channels.max_receive_queues);
         let max_useful_queue_count = usize::from(channels.max_receive_queues).min(cpus);
         let channels_command =
             format!("ethtool -L {name} combined {max_useful_queue_count}  # the link may go down for a moment");
         match facts.role {
-            Role::Server if queues > cpus => {
+            MachineRole::Server if queues > cpus => {
                 let consequence = "several queues share a CPU, but each of them is reported as a core";
                 vec![Finding::warning(observation, consequence).with_remedy_step(channels_command)]
             }
@@ -257,7 +260,7 @@ pub fn check_queue_count(facts: &Facts) -> Vec<Finding> {
                 let consequence = "packets use fewer CPUs than there are";
                 vec![Finding::warning(observation, consequence).with_remedy_step(channels_command)]
             }
-            Role::Server if queues == 1 && cpus > 1 => {
+            MachineRole::Server if queues == 1 && cpus > 1 => {
                 let consequence = "RSS can select one core only: core-aware policies select by server only";
                 vec![
                     Finding::warning(observation, consequence)
@@ -270,7 +273,7 @@ pub fn check_queue_count(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Returns the receive queues whose interrupts each CPU handles. Omits interrupts whose CPU is unknown.
-fn queues_by_cpu(device: &Device) -> BTreeMap<usize, Vec<u16>> {
+fn receive_queues_by_cpu(device: &DeviceFacts) -> BTreeMap<usize, Vec<u16>> {
     let mut queues_by_cpu: BTreeMap<usize, Vec<u16>> = BTreeMap::new();
     for (queue, interrupt) in &device.interrupts_by_queue {
         if let Some(cpu) = interrupt.cpu {
@@ -281,15 +284,15 @@ fn queues_by_cpu(device: &Device) -> BTreeMap<usize, Vec<u16>> {
 }
 
 /// Returns the commands that distribute the device's interrupts over the CPUs.
-fn interrupt_affinity_commands(device: &Device, cpu_count: usize) -> impl Iterator<Item = String> {
+fn interrupt_affinity_commands(device: &DeviceFacts, cpu_count: usize) -> impl Iterator<Item = String> {
     device.interrupts_by_queue.iter().map(move |(queue, interrupt)| {
         format!("echo {} > /proc/irq/{}/smp_affinity_list", usize::from(*queue) % cpu_count, interrupt.irq_number)
     })
 }
 
-pub fn check_interrupts(facts: &Facts) -> Vec<Finding> {
-    with_device(facts, |device| {
-        let queues_of_cpu = queues_by_cpu(device);
+pub fn check_interrupts(facts: &MachineFacts) -> Vec<Finding> {
+    run_device_check(facts, |device| {
+        let queues_of_cpu = receive_queues_by_cpu(device);
         if queues_of_cpu.is_empty() {
             return vec![Finding::unknown(format!(
                 "no interrupts of {} are found (a virtual device has none)",
@@ -298,7 +301,7 @@ pub fn check_interrupts(facts: &Facts) -> Vec<Finding> {
         }
         let shared_cpus: Vec<_> = queues_of_cpu.iter().filter(|(_, queues)| queues.len() > 1).collect();
         // If there are more queues than CPUs, queues must share CPUs, which the check `queues` reports.
-        if shared_cpus.is_empty() || device.interrupts_by_queue.len() > facts.cpu_count {
+        if shared_cpus.is_empty() || device.interrupts_by_queue.len() > facts.online_cpu_count {
             return vec![Finding::ok(format!(
                 "interrupts: {}, on CPUs: {}",
                 device.interrupts_by_queue.len(),
@@ -314,7 +317,7 @@ pub fn check_interrupts(facts: &Facts) -> Vec<Finding> {
             .collect();
         let consequence = "cores share a CPU: one that is reported idle may have a busy CPU";
         vec![
-            interrupt_affinity_commands(device, facts.cpu_count)
+            interrupt_affinity_commands(device, facts.online_cpu_count)
                 .fold(Finding::warning(shared_cpu_texts.join("; "), consequence), Finding::with_remedy_step),
         ]
     })

@@ -1,7 +1,7 @@
 //! Checks of the kernel, this process's capabilities and its limit of open files.
 
-use crate::facts::{Facts, Role};
-use crate::finding::{Finding, Fix};
+use crate::facts::{MachineFacts, MachineRole};
+use crate::finding::{AutomaticFix, Finding};
 
 /// Major and minor version number of the oldest supported kernel (docs/limits.md).
 const MIN_KERNEL_VERSION: (u32, u32) = (6, 1);
@@ -12,7 +12,7 @@ pub(super) fn parse_kernel_version(release: &str) -> (u32, u32) {
     (version_numbers.next().unwrap_or(0), version_numbers.next().unwrap_or(0))
 }
 
-pub fn check_kernel(facts: &Facts) -> Vec<Finding> {
+pub fn check_kernel(facts: &MachineFacts) -> Vec<Finding> {
     let kernel_release = &facts.kernel.release;
     if parse_kernel_version(kernel_release) < MIN_KERNEL_VERSION {
         let consequence = "older kernels lack features of the BPF programs: no daemon starts";
@@ -32,7 +32,7 @@ pub fn check_kernel(facts: &Facts) -> Vec<Finding> {
     vec![Finding::ok(format!("Linux {kernel_release} with BTF"))]
 }
 
-pub fn check_rights(facts: &Facts) -> Vec<Finding> {
+pub fn check_rights(facts: &MachineFacts) -> Vec<Finding> {
     if facts.missing_capabilities.is_empty() {
         return vec![Finding::ok("all capabilities of a daemon in the packet path")];
     }
@@ -46,7 +46,7 @@ pub fn check_rights(facts: &Facts) -> Vec<Finding> {
     ]
 }
 
-pub fn check_programs(facts: &Facts) -> Vec<Finding> {
+pub fn check_programs(facts: &MachineFacts) -> Vec<Finding> {
     if facts.kernel.program_load_results.is_empty() {
         return vec![Finding::unknown("not tried: capabilities are missing")];
     }
@@ -67,7 +67,7 @@ pub fn check_programs(facts: &Facts) -> Vec<Finding> {
     rejected_programs.into_iter().map(to_finding).collect()
 }
 
-pub fn check_jit(facts: &Facts) -> Vec<Finding> {
+pub fn check_jit(facts: &MachineFacts) -> Vec<Finding> {
     let jit_sysctl = "net/core/bpf_jit_enable";
     match facts.sysctl_value(jit_sysctl) {
         // The sysctl exists only in the initial network namespace.
@@ -84,10 +84,10 @@ pub fn check_jit(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-pub fn check_bpf_file_system(facts: &Facts) -> Vec<Finding> {
+pub fn check_bpf_file_system(facts: &MachineFacts) -> Vec<Finding> {
     let pin_file_system = &facts.bpf_file_system;
     let directory = pin_file_system.existing_directory.display();
-    if pin_file_system.is_bpf {
+    if pin_file_system.is_bpf_file_system {
         return vec![Finding::ok(format!("{directory} is on a BPF file system"))];
     }
     let consequence = "programs and maps are pinned there to outlive the daemon, which does not start without it";
@@ -95,16 +95,16 @@ pub fn check_bpf_file_system(facts: &Facts) -> Vec<Finding> {
     let is_below_default_mount =
         facts.settings.pin_directory.as_ref().is_none_or(|pins| pins.starts_with("/sys/fs/bpf"));
     vec![if is_below_default_mount {
-        finding.with_automatic_fix(Fix::MountBpf)
+        finding.with_automatic_fix(AutomaticFix::MountBpf)
     } else {
         finding.with_remedy_step("name a `pin_directory` below /sys/fs/bpf")
     }]
 }
 
-pub fn check_pins(facts: &Facts) -> Vec<Finding> {
+pub fn check_pins(facts: &MachineFacts) -> Vec<Finding> {
     let Some(problem) = &facts.pins_problem else { return vec![Finding::ok("no pins of another version")] };
     let (consequence, command) = match facts.role {
-        Role::Lb => ("the daemon does not start: the pinned program forwards packets now", "lb"),
+        MachineRole::Lb => ("the daemon does not start: the pinned program forwards packets now", "lb"),
         _ => ("the agent does not take the pins over: stamped connections break", "agent"),
     };
     let remedy = format!(
@@ -118,9 +118,9 @@ pub fn check_pins(facts: &Facts) -> Vec<Finding> {
 const MIN_DAEMON_OPEN_FILES: u64 = 1024;
 const MIN_CONTROLLER_OPEN_FILES: u64 = 4096;
 
-pub fn check_open_files(facts: &Facts) -> Vec<Finding> {
+pub fn check_open_files(facts: &MachineFacts) -> Vec<Finding> {
     let (min_open_files, held_descriptors) = match facts.role {
-        Role::Controller => (MIN_CONTROLLER_OPEN_FILES, "a connection to every agent and load balancer"),
+        MachineRole::Controller => (MIN_CONTROLLER_OPEN_FILES, "a connection to every agent and load balancer"),
         _ => (MIN_DAEMON_OPEN_FILES, "maps, links, and a descriptor for every socket of a service"),
     };
     let observation = format!("up to {} files may be open", facts.open_files_limit);

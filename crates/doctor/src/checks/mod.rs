@@ -13,45 +13,45 @@ pub mod rss;
 mod tests;
 pub mod workers;
 
-use crate::facts::{Facts, Role};
+use crate::facts::{MachineFacts, MachineRole};
 use crate::finding::Finding;
 
 #[derive(Debug, Clone, Copy)]
-pub struct Check {
+pub struct DoctorCheck {
     pub name: &'static str,
-    pub roles: &'static [Role],
+    pub roles: &'static [MachineRole],
     pub expectation: &'static str,
     /// Whether `--fix` can execute a remedy for some of the findings of this check.
     pub is_fixable: bool,
     /// Function that runs the check and returns its findings. Returns no findings if the check does not apply.
-    pub run_check: fn(&Facts) -> Vec<Finding>,
+    pub run_check: fn(&MachineFacts) -> Vec<Finding>,
 }
 
-const LB_AND_SERVER: &[Role] = &[Role::Lb, Role::Server];
-const ALL_ROLES: &[Role] = &[Role::Lb, Role::Server, Role::Controller];
-const LB: &[Role] = &[Role::Lb];
-const SERVER_ONLY: &[Role] = &[Role::Server];
-const CONTROLLER_ONLY: &[Role] = &[Role::Controller];
+const LB_AND_SERVER: &[MachineRole] = &[MachineRole::Lb, MachineRole::Server];
+const ALL_ROLES: &[MachineRole] = &[MachineRole::Lb, MachineRole::Server, MachineRole::Controller];
+const LB_ONLY: &[MachineRole] = &[MachineRole::Lb];
+const SERVER_ONLY: &[MachineRole] = &[MachineRole::Server];
+const CONTROLLER_ONLY: &[MachineRole] = &[MachineRole::Controller];
 
 const fn new_check(
     name: &'static str,
-    roles: &'static [Role],
+    roles: &'static [MachineRole],
     expectation: &'static str,
-    run_check: fn(&Facts) -> Vec<Finding>,
-) -> Check {
-    Check { name, roles, expectation, is_fixable: false, run_check }
+    run_check: fn(&MachineFacts) -> Vec<Finding>,
+) -> DoctorCheck {
+    DoctorCheck { name, roles, expectation, is_fixable: false, run_check }
 }
 
 const fn new_fixable_check(
     name: &'static str,
-    roles: &'static [Role],
+    roles: &'static [MachineRole],
     expectation: &'static str,
-    run_check: fn(&Facts) -> Vec<Finding>,
-) -> Check {
-    Check { is_fixable: true, ..new_check(name, roles, expectation, run_check) }
+    run_check: fn(&MachineFacts) -> Vec<Finding>,
+) -> DoctorCheck {
+    DoctorCheck { is_fixable: true, ..new_check(name, roles, expectation, run_check) }
 }
 
-pub const CHECKS: &[Check] = &[
+pub const DOCTOR_CHECKS: &[DoctorCheck] = &[
     new_check("kernel", LB_AND_SERVER, "Linux 6.1 or newer, with BTF", machine::check_kernel),
     new_check("rights", LB_AND_SERVER, "CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON and CAP_BPF", machine::check_rights),
     new_check(
@@ -75,17 +75,22 @@ pub const CHECKS: &[Check] = &[
         "the device exists, is Ethernet, up, and has a carrier",
         device::check_interface,
     ),
-    new_check("xdp", LB, "no other XDP program at the device; the driver supports XDP", device::check_xdp),
-    new_check("xdp-send", LB, "the driver sends the frames that XDP programs send", device::check_xdp_send),
-    new_check("mtu", LB, "frames fit one page, which native XDP requires", device::check_mtu),
+    new_check("xdp", LB_ONLY, "no other XDP program at the device; the driver supports XDP", device::check_xdp),
+    new_check("xdp-send", LB_ONLY, "the driver sends the frames that XDP programs send", device::check_xdp_send),
+    new_check("mtu", LB_ONLY, "frames fit one page, which native XDP requires", device::check_mtu),
     new_check(
         "outer-headers",
-        LB,
+        LB_ONLY,
         "packets that every IPv6 link takes fit with their outer headers",
         device::check_outer_header_room,
     ),
-    new_check("lro", LB, "the device does not merge packets in hardware", device::check_lro),
-    new_check("vlan-tags", LB, "the device leaves VLAN tags in frames, if it carries VLANs", device::check_vlan_tags),
+    new_check("lro", LB_ONLY, "the device does not merge packets in hardware", device::check_lro),
+    new_check(
+        "vlan-tags",
+        LB_ONLY,
+        "the device leaves VLAN tags in frames, if it carries VLANs",
+        device::check_vlan_tags,
+    ),
     new_check("queues", LB_AND_SERVER, "one receive queue per CPU", device::check_queue_count),
     new_check(
         "interrupts",
@@ -124,7 +129,7 @@ pub const CHECKS: &[Check] = &[
     new_check("ipv6", SERVER_ONLY, "IPv6 is enabled at `lo` and the device, if a VIP is IPv6", addresses::check_ipv6),
     new_check(
         "segment",
-        LB,
+        LB_ONLY,
         "the address of every server on the segment is in the device's network",
         addresses::check_segment_addresses,
     ),
@@ -146,16 +151,16 @@ pub const CHECKS: &[Check] = &[
         "no strict reverse path filter, if packets and replies use different devices",
         routing::check_rp_filter,
     ),
-    new_check("forwarding", LB, "on, if a service has `timestamps = \"lb\"`", routing::check_forwarding),
+    new_check("forwarding", LB_ONLY, "on, if a service has `timestamps = \"lb\"`", routing::check_forwarding),
     new_fixable_check(
         "send-redirects",
-        LB,
+        LB_ONLY,
         "off, if a service has `timestamps = \"lb\"`",
         routing::check_send_redirects,
     ),
     new_check(
         "announce",
-        LB,
+        LB_ONLY,
         "with `[announce]`: a routing daemon runs, and no rule uses its table",
         routing::check_announcement,
     ),
@@ -209,7 +214,7 @@ pub const CHECKS: &[Check] = &[
     ),
 ];
 
-pub fn run_all_checks(facts: &Facts) -> Vec<(&'static Check, Finding)> {
-    let checks_of_role = CHECKS.iter().filter(|check| check.roles.contains(&facts.role));
+pub fn run_all_checks(facts: &MachineFacts) -> Vec<(&'static DoctorCheck, Finding)> {
+    let checks_of_role = DOCTOR_CHECKS.iter().filter(|check| check.roles.contains(&facts.role));
     checks_of_role.flat_map(|check| (check.run_check)(facts).into_iter().map(move |finding| (check, finding))).collect()
 }

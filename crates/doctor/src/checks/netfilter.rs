@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::facts::{Facts, Role, Service};
+use crate::facts::{MachineFacts, MachineRole, ServiceFacts};
 use crate::finding::Finding;
 use crate::nat_rules::{NetfilterChain, find_translating_chains};
 
-fn run_with_chains(facts: &Facts, check: impl FnOnce(&[NetfilterChain]) -> Vec<Finding>) -> Vec<Finding> {
+fn run_with_chains(facts: &MachineFacts, check: impl FnOnce(&[NetfilterChain]) -> Vec<Finding>) -> Vec<Finding> {
     if !facts.netfilter.legacy_tables.is_empty() {
         let legacy_table_names = facts.netfilter.legacy_tables.join(", ");
         return vec![Finding::unknown(format!(
@@ -19,7 +19,7 @@ fn run_with_chains(facts: &Facts, check: impl FnOnce(&[NetfilterChain]) -> Vec<F
     }
 }
 
-pub fn check_conntrack(facts: &Facts) -> Vec<Finding> {
+pub fn check_conntrack(facts: &MachineFacts) -> Vec<Finding> {
     run_with_chains(facts, |chains| {
         let tracking_chains: Vec<&str> =
             chains.iter().filter(|chain| chain.tracks_connections).map(|chain| chain.qualified_name.as_str()).collect();
@@ -29,12 +29,13 @@ pub fn check_conntrack(facts: &Facts) -> Vec<Finding> {
         if chains.iter().any(|chain| chain.exempts_from_tracking) {
             return vec![Finding::ok(format!("{} enable it, with exceptions", tracking_chains.join(", ")))];
         }
-        let stamps_at_lb = facts.role == Role::Lb && facts.services.iter().any(|service| service.is_stamped_by_lb);
+        let stamps_at_lb =
+            facts.role == MachineRole::Lb && facts.services.iter().any(|service| service.is_stamped_by_lb);
         let consequence = match (facts.role, stamps_at_lb) {
-            (Role::Lb, true) => {
+            (MachineRole::Lb, true) => {
                 "XDP takes clients' packets before connection tracking, for which servers' replies are then invalid"
             }
-            (Role::Lb, false) => "packets that XDP passes to the kernel are tracked; those of services are not",
+            (MachineRole::Lb, false) => "packets that XDP passes to the kernel are tracked; those of services are not",
             _ => "every connection takes an entry of its table; when it is full, new ones are dropped",
         };
         let observation = format!("connections are tracked, for {}", tracking_chains.join(", "));
@@ -47,7 +48,7 @@ pub fn check_conntrack(facts: &Facts) -> Vec<Finding> {
 
 /// Returns a description of each chain that can change the destination of services' packets. If no service is known,
 /// includes every chain with such rules.
-fn describe_translating_chains(chains: &[NetfilterChain], services: &[Service]) -> Vec<String> {
+fn describe_translating_chains(chains: &[NetfilterChain], services: &[ServiceFacts]) -> Vec<String> {
     if services.is_empty() {
         let changes_destinations = |chain: &&NetfilterChain| chain.rules.iter().any(|rule| rule.changes_destination);
         return chains.iter().filter(changes_destinations).map(|chain| chain.qualified_name.clone()).collect();
@@ -61,7 +62,7 @@ fn describe_translating_chains(chains: &[NetfilterChain], services: &[Service]) 
     services_by_chain.into_iter().map(|(chain, services)| format!("{chain} of {}", services.join(", "))).collect()
 }
 
-pub fn check_dnat(facts: &Facts) -> Vec<Finding> {
+pub fn check_dnat(facts: &MachineFacts) -> Vec<Finding> {
     run_with_chains(facts, |chains| {
         let translating_chains = describe_translating_chains(chains, &facts.services);
         if translating_chains.is_empty() {
@@ -82,11 +83,11 @@ pub fn check_dnat(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-pub fn check_firewall(facts: &Facts) -> Vec<Finding> {
+pub fn check_firewall(facts: &MachineFacts) -> Vec<Finding> {
     let has_lb_stamped_services = facts.services.iter().any(|service| service.is_stamped_by_lb);
     let is_on_packet_path = |hook: &str| match (facts.role, hook) {
-        (_, "prerouting") | (Role::Server, "input" | "output") => true,
-        (Role::Lb, "forward" | "postrouting") => has_lb_stamped_services,
+        (_, "prerouting") | (MachineRole::Server, "input" | "output") => true,
+        (MachineRole::Lb, "forward" | "postrouting") => has_lb_stamped_services,
         // Reports and placement tables are answers within a connection, which a stateful rule accepts.
         _ => false,
     };
@@ -102,7 +103,7 @@ pub fn check_firewall(facts: &Facts) -> Vec<Finding> {
             .map(|service| format!("{} dport {}", service.address.protocol.name(), service.address.vip_and_port.port()))
             .collect();
         let port_matches = if port_matches.is_empty() { "tcp dport PORT".to_owned() } else { port_matches.join("; ") };
-        let of = |chain: &&NetfilterChain| {
+        let to_firewall_finding = |chain: &&NetfilterChain| {
             let consequence = "packets of services are dropped unless a rule accepts them";
             let acceptance_note = if chain.accepts_packets {
                 "its rules accept some packets: check that those of services are among them"
@@ -114,6 +115,6 @@ pub fn check_firewall(facts: &Facts) -> Vec<Finding> {
             Finding::fault_or_warning(!chain.accepts_packets, observation, consequence)
                 .with_remedy_step(format!("nft add rule {} {port_matches} accept", chain.qualified_name))
         };
-        dropping_chains.iter().map(of).collect()
+        dropping_chains.iter().map(to_firewall_finding).collect()
     })
 }

@@ -1,17 +1,17 @@
 //! Checks of settings that affect routed packets.
 
-use crate::facts::{Facts, IPV6_FORWARDING_SYSCTL, Role, device_sysctl_path};
+use crate::facts::{IPV6_FORWARDING_SYSCTL, MachineFacts, MachineRole, device_sysctl_path};
 use crate::finding::Finding;
 
 /// Returns whether this machine stamps the replies of a service with an IPv4 VIP.
-fn stamps_ipv4_replies(facts: &Facts) -> bool {
+fn stamps_ipv4_replies(facts: &MachineFacts) -> bool {
     facts.services.iter().any(|service| service.is_stamped_by_lb && service.vip().is_ipv4())
 }
 
 /// Value of the sysctl rp_filter for strict mode (RFC 3704, Sect. 2.2).
 const RP_FILTER_STRICT: u32 = 1;
 
-pub fn check_rp_filter(facts: &Facts) -> Vec<Finding> {
+pub fn check_rp_filter(facts: &MachineFacts) -> Vec<Finding> {
     // The larger of the two values applies (IN_DEV_RPFILTER() in include/linux/inetdevice.h).
     let Some((all_value, device_value)) = facts.all_and_device_sysctl_values("rp_filter") else { return vec![] };
     let (in_force, device) = (all_value.max(device_value), facts.interface_name());
@@ -20,7 +20,7 @@ pub fn check_rp_filter(facts: &Facts) -> Vec<Finding> {
     }
     let loose_sysctl_path = device_sysctl_path(device, "rp_filter");
     let observation = format!("net.ipv4.conf.{{all,{device}}}.rp_filter are {all_value} and {device_value} (strict)");
-    if facts.role == Role::Lb {
+    if facts.role == MachineRole::Lb {
         if !stamps_ipv4_replies(facts) {
             return vec![Finding::ok(format!(
                 "{observation}; no service has `timestamps = \"lb\"`, so the kernel routes no replies"
@@ -45,13 +45,13 @@ pub fn check_rp_filter(facts: &Facts) -> Vec<Finding> {
     ]
 }
 
-pub fn check_forwarding(facts: &Facts) -> Vec<Finding> {
+pub fn check_forwarding(facts: &MachineFacts) -> Vec<Finding> {
     let mut findings = check_ipv4_forwarding(facts);
     findings.extend(check_ipv6_forwarding(facts));
     findings
 }
 
-fn check_ipv6_forwarding(facts: &Facts) -> Option<Finding> {
+fn check_ipv6_forwarding(facts: &MachineFacts) -> Option<Finding> {
     facts.services.iter().find(|service| service.is_stamped_by_lb && service.vip().is_ipv6())?;
     if facts.sysctl_value(IPV6_FORWARDING_SYSCTL)? != 0 {
         return Some(Finding::ok("on for IPv6"));
@@ -61,7 +61,7 @@ fn check_ipv6_forwarding(facts: &Facts) -> Option<Finding> {
     Some(fault_finding.with_sysctl_remedy(IPV6_FORWARDING_SYSCTL.to_owned(), "1", false))
 }
 
-fn check_ipv4_forwarding(facts: &Facts) -> Vec<Finding> {
+fn check_ipv4_forwarding(facts: &MachineFacts) -> Vec<Finding> {
     if !stamps_ipv4_replies(facts) {
         return vec![];
     }
@@ -78,7 +78,7 @@ fn check_ipv4_forwarding(facts: &Facts) -> Vec<Finding> {
     ]
 }
 
-pub fn check_send_redirects(facts: &Facts) -> Vec<Finding> {
+pub fn check_send_redirects(facts: &MachineFacts) -> Vec<Finding> {
     if !stamps_ipv4_replies(facts) {
         return vec![];
     }
@@ -99,7 +99,7 @@ pub fn check_send_redirects(facts: &Facts) -> Vec<Finding> {
     })]
 }
 
-pub fn check_announcement(facts: &Facts) -> Vec<Finding> {
+pub fn check_announcement(facts: &MachineFacts) -> Vec<Finding> {
     let Some(announcement) = &facts.announcement else { return vec![] };
     let routing_table_number = announcement.routing_table_number;
     let mut findings = Vec::new();

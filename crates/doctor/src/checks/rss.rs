@@ -3,20 +3,20 @@
 use std::collections::BTreeSet;
 
 use coreward_agent::rss::ethtool::FlowType;
-use coreward_model::rss::InputTransform;
+use coreward_model::rss::RssInputTransform;
 
-use crate::facts::{Device, Facts, RssProblem};
-use crate::finding::{Finding, Fix};
+use crate::facts::{DeviceFacts, MachineFacts, RssProblem};
+use crate::finding::{AutomaticFix, Finding};
 
 const WRONG_CORE_CONSEQUENCE: &str =
     "cores other than the table's serve connections: core-aware policies select wrong cores";
 
 const UNKNOWN_CORE_CONSEQUENCE: &str = "the core of a connection is unknown: core-aware policies select by server only";
 
-pub fn check_rss(facts: &Facts) -> Vec<Finding> {
+pub fn check_rss(facts: &MachineFacts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     match &device.rss_entries_and_transform {
-        Ok((_, InputTransform::None)) if may_hide_input_transform(facts, device) => {
+        Ok((_, RssInputTransform::None)) if may_hide_input_transform(facts, device) => {
             let interface_name = facts.interface_name();
             let observation = format!(
                 "{interface_name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux \
@@ -29,7 +29,7 @@ pub fn check_rss(facts: &Facts) -> Vec<Finding> {
         }
         Ok((entries, input)) => {
             let symmetric_note = match input {
-                InputTransform::None => String::new(),
+                RssInputTransform::None => String::new(),
                 input => format!(" over a symmetric input ({}), which agent and load balancers follow", input.name()),
             };
             vec![Finding::ok(format!(
@@ -56,11 +56,11 @@ pub fn check_rss(facts: &Facts) -> Vec<Finding> {
 
 /// Returns whether the driver may use an input transform of the RSS hash without reporting it. mlx5e_get_rxfh() reports
 /// the transform since Linux 6.15.
-fn may_hide_input_transform(facts: &Facts, device: &Device) -> bool {
+fn may_hide_input_transform(facts: &MachineFacts, device: &DeviceFacts) -> bool {
     device.driver == "mlx5_core" && super::machine::parse_kernel_version(&facts.kernel.release) < (6, 15)
 }
 
-pub fn check_flow_director(facts: &Facts) -> Vec<Finding> {
+pub fn check_flow_director(facts: &MachineFacts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (driver, name) = (&device.driver, facts.interface_name());
     match device.moves_open_connections {
@@ -78,14 +78,14 @@ pub fn check_flow_director(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Checks that the NIC includes the ports in its hash. TCP over IPv4 is covered by [`check_rss`].
-pub fn check_port_hashing(facts: &Facts) -> Vec<Finding> {
+pub fn check_port_hashing(facts: &MachineFacts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let flow_types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));
     let flow_types: BTreeSet<FlowType> = flow_types.filter(|flow_type| *flow_type != FlowType::Tcp4).collect();
     flow_types.into_iter().map(|flow_type| check_flow_type_port_hashing(facts, device, flow_type)).collect()
 }
 
-fn check_flow_type_port_hashing(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
+fn check_flow_type_port_hashing(facts: &MachineFacts, device: &DeviceFacts, flow_type: FlowType) -> Finding {
     let (interface, name) = (facts.interface_name(), flow_type.ethtool_name());
     match device.port_hashing_by_flow_type.get(&flow_type) {
         None => Finding::unknown(format!("the driver does not report how it hashes {name}")),
@@ -100,7 +100,7 @@ fn check_flow_type_port_hashing(facts: &Facts, device: &Device, flow_type: FlowT
     }
 }
 
-pub fn check_irqbalance(facts: &Facts) -> Vec<Finding> {
+pub fn check_irqbalance(facts: &MachineFacts) -> Vec<Finding> {
     if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.is_irqbalance_running) {
         let consequence = "it moves receive queues between CPUs, away from pinned workers";
         return vec![
@@ -112,21 +112,21 @@ pub fn check_irqbalance(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Adds a fix that writes zero to a sysfs attribute of these queues. The fix lasts until the next boot.
-fn add_zeroing_fix(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
+fn add_zeroing_fix(facts: &MachineFacts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
     let queues_directory = format!("/sys/class/net/{}/queues", facts.interface_name());
     queues.iter().fold(finding, |finding, queue| {
-        finding.with_automatic_fix(Fix::WriteFile {
+        finding.with_automatic_fix(AutomaticFix::WriteFile {
             path: format!("{queues_directory}/{queue}/{attribute}").into(),
             value: "0",
         })
     })
 }
 
-fn missing_sysfs_findings(device: &Device) -> Option<Vec<Finding>> {
+fn missing_sysfs_findings(device: &DeviceFacts) -> Option<Vec<Finding>> {
     (!device.is_sysfs_visible).then(|| vec![Finding::unknown("/sys shows another network namespace (or none)")])
 }
 
-pub fn check_rps(facts: &Facts) -> Vec<Finding> {
+pub fn check_rps(facts: &MachineFacts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rps_queues = &device.rss_conflicts.rps_queues;
     if rps_queues.is_empty() {
@@ -136,7 +136,7 @@ pub fn check_rps(facts: &Facts) -> Vec<Finding> {
     vec![add_zeroing_fix(facts, Finding::warning(observation, WRONG_CORE_CONSEQUENCE), rps_queues, "rps_cpus")]
 }
 
-pub fn check_rfs(facts: &Facts) -> Vec<Finding> {
+pub fn check_rfs(facts: &MachineFacts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rss_conflicts = &device.rss_conflicts;
     if !rss_conflicts.is_rfs_active() {
@@ -157,7 +157,7 @@ pub fn check_rfs(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-pub fn check_flow_rules(facts: &Facts) -> Vec<Finding> {
+pub fn check_flow_rules(facts: &MachineFacts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (rules, name) = (device.rss_conflicts.flow_rule_count, facts.interface_name());
     if rules == 0 {

@@ -6,16 +6,16 @@ mod ipv6;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use coreward_agent::config::Steer;
-use coreward_agent::load::queues::Interrupt;
+use coreward_agent::config::SteeringMode;
+use coreward_agent::load::queues::ReceiveQueueInterrupt;
 use coreward_agent::rss::ethtool::FlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
-use coreward_dataplane::device::XdpState;
-use coreward_dataplane::ethtool::QueueCounts;
+use coreward_dataplane::device::DeviceXdpState;
+use coreward_dataplane::ethtool::DeviceQueueCounts;
 use coreward_dataplane::lb::XdpMode;
 use coreward_model::ServiceAddress;
-use coreward_model::forwarding::Forwarding;
-use coreward_model::rss::InputTransform;
+use coreward_model::forwarding::ForwardingMode;
+use coreward_model::rss::RssInputTransform;
 use coreward_model::tuple::Protocol;
 use coreward_tls::authority::DAY;
 
@@ -23,26 +23,26 @@ use ipv6::ipv6_server_facts;
 
 use super::*;
 use crate::facts::*;
-use crate::finding::Severity;
+use crate::finding::FindingSeverity;
 
-fn service_with_protocol(protocol: Protocol) -> Service {
+fn service_with_protocol(protocol: Protocol) -> ServiceFacts {
     let worker_cpus = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();
-    Service {
+    ServiceFacts {
         name: "web".to_owned(),
         address: ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol },
         is_stamped_by_lb: false,
         is_stamped: true,
-        forwarding: Forwarding::default(),
-        sockets: Some(Ok(Sockets { socket_count: 4, has_reuseport: Some(true), worker_cpus })),
+        forwarding: ForwardingMode::default(),
+        sockets: Some(Ok(ServiceSocketFacts { socket_count: 4, has_reuseport: Some(true), worker_cpus })),
     }
 }
 
-fn servers_with_address(address: &str, is_on_segment: bool) -> BTreeMap<String, Server> {
-    BTreeMap::from([("s1".to_owned(), Server { address: address.parse().unwrap(), is_on_segment })])
+fn servers_with_address(address: &str, is_on_segment: bool) -> BTreeMap<String, ServerFacts> {
+    BTreeMap::from([("s1".to_owned(), ServerFacts { address: address.parse().unwrap(), is_on_segment })])
 }
 
 /// Returns facts about a machine with this role for which no check reports a problem.
-fn facts_without_problems(role: Role) -> Facts {
+fn facts_without_problems(role: MachineRole) -> MachineFacts {
     let sysctl_values = [
         ("net/core/bpf_jit_enable", "1"),
         ("net/ipv4/tcp_timestamps", "2"),
@@ -57,29 +57,29 @@ fn facts_without_problems(role: Role) -> Facts {
         ("net/ipv4/conf/all/send_redirects", "0"),
         ("net/ipv4/conf/eth7/send_redirects", "0"),
     ];
-    let new_address = |device: &str, address: &str, mask: &str| Address {
-        device: device.to_owned(),
+    let new_address = |device: &str, address: &str, mask: &str| DeviceAddress {
+        device_name: device.to_owned(),
         address: address.parse().unwrap(),
         mask: mask.parse().unwrap(),
     };
     let mut addresses =
         vec![new_address("lo", "127.0.0.1", "255.0.0.0"), new_address("eth7", "10.1.1.1", "255.255.0.0")];
-    if role == Role::Server {
+    if role == MachineRole::Server {
         addresses.push(new_address("lo", "10.200.0.1", "255.255.255.255"));
     }
-    Facts {
+    MachineFacts {
         role,
-        settings: Settings {
+        settings: DaemonSettings {
             interface: Some("eth7".to_owned()),
             pin_directory: Some("/sys/fs/bpf/coreward".into()),
             controllers: vec!["10.1.0.2:7400".parse().unwrap()],
             manage_timestamps: true,
             reports_cpu_time_as_load: true,
-            steer: Steer::Affinity,
+            steer: SteeringMode::Affinity,
             xdp_mode: XdpMode::Auto,
             announcement_table: None,
         },
-        kernel: Kernel {
+        kernel: KernelFacts {
             release: "6.1.0-28-amd64".to_owned(),
             has_btf: true,
             program_load_results: BTreeMap::from([("lb", Ok(()))]),
@@ -87,25 +87,25 @@ fn facts_without_problems(role: Role) -> Facts {
         missing_capabilities: vec![],
         open_files_limit: 524_288,
         sysctl_values: sysctl_values.into_iter().map(|(path, value)| (path.to_owned(), value.to_owned())).collect(),
-        bpf_file_system: BpfFileSystem { existing_directory: "/sys/fs/bpf".into(), is_bpf: true },
+        bpf_file_system: BpfFileSystem { existing_directory: "/sys/fs/bpf".into(), is_bpf_file_system: true },
         pins_problem: None,
-        device: Some(Device {
+        device: Some(DeviceFacts {
             is_up: true,
             is_ethernet: true,
-            mtu: 1500,
+            mtu_bytes: 1500,
             driver: "igb".to_owned(),
-            queue_counts: Some(QueueCounts { receive_queues: 4, max_receive_queues: 8, transmit_queues: 4 }),
+            queue_counts: Some(DeviceQueueCounts { receive_queues: 4, max_receive_queues: 8, transmit_queues: 4 }),
             is_lro_enabled: false,
             port_hashing_by_flow_type: FlowType::ALL.into_iter().map(|flow_type| (flow_type, true)).collect(),
-            xdp: XdpState { native_program_id: Some(7), generic_program_id: None, supports_native: Some(true) },
+            xdp: DeviceXdpState { native_program_id: Some(7), generic_program_id: None, supports_native: Some(true) },
             veth_peer_has_xdp: None,
             xdp_send_errors: vec![],
             own_program_id: Some(7),
             rss_conflicts: RssConflicts::default(),
             interrupts_by_queue: (0..4)
-                .map(|queue| (queue, Interrupt { irq_number: 30, cpu: Some(queue.into()) }))
+                .map(|queue| (queue, ReceiveQueueInterrupt { irq_number: 30, cpu: Some(queue.into()) }))
                 .collect(),
-            rss_entries_and_transform: Ok((128, InputTransform::None)),
+            rss_entries_and_transform: Ok((128, RssInputTransform::None)),
             moves_open_connections: None,
             strips_vlan_tags: true,
             vlan_devices: vec![],
@@ -113,9 +113,9 @@ fn facts_without_problems(role: Role) -> Facts {
         }),
         addresses,
         default_route_devices: BTreeSet::from(["eth7".to_owned()]),
-        cpu_count: 4,
-        clock: Clock { clock_source: "tsc".to_owned(), is_synchronised: Some(true) },
-        netfilter: Netfilter { chains: Ok(vec![]), legacy_tables: vec![] },
+        online_cpu_count: 4,
+        clock: ClockFacts { clock_source: "tsc".to_owned(), is_synchronised: Some(true) },
+        netfilter: NetfilterFacts { chains: Ok(vec![]), legacy_tables: vec![] },
         controller_answer: Some(Ok("10.1.0.2:7400".parse().unwrap())),
         services: vec![service_with_protocol(Protocol::Tcp)],
         servers_by_name: servers_with_address("10.1.1.2", true),
@@ -149,7 +149,7 @@ fn certificate_with_days_left(days_left: u64) -> CertificateFacts {
 
 #[test]
 fn expiring_certificate_and_wrong_key_owner_are_reported() {
-    for role in [Role::Lb, Role::Server, Role::Controller] {
+    for role in [MachineRole::Lb, MachineRole::Server, MachineRole::Controller] {
         let certificate_problems =
             |change: fn(&mut CertificateFacts)| problems_after_change(role, |facts| change(&mut facts.certificates[0]));
         assert_eq!(certificate_problems(|certificate| certificate.is_renewal_due = true), [("certificates", WARNING)]);
@@ -165,10 +165,14 @@ fn expiring_certificate_and_wrong_key_owner_are_reported() {
 }
 
 /// Returns the warnings and faults that all checks report after `change` has modified facts without problems.
-fn problems_after_change(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
+fn problems_after_change(
+    role: MachineRole,
+    change: impl FnOnce(&mut MachineFacts),
+) -> Vec<(&'static str, FindingSeverity)> {
     let mut facts = facts_without_problems(role);
     change(&mut facts);
-    let findings = run_all_checks(&facts).into_iter().filter(|(_, finding)| finding.severity >= Severity::Warning);
+    let findings =
+        run_all_checks(&facts).into_iter().filter(|(_, finding)| finding.severity >= FindingSeverity::Warning);
     findings
         .map(|(check, finding)| {
             assert!(!finding.consequence.is_empty() && !finding.remedies.is_empty(), "{}: {finding:?}", check.name);
@@ -179,20 +183,20 @@ fn problems_after_change(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'
         .collect()
 }
 
-fn device_mut(facts: &mut Facts) -> &mut Device {
+fn device_mut(facts: &mut MachineFacts) -> &mut DeviceFacts {
     facts.device.as_mut().unwrap()
 }
 
-const WARNING: Severity = Severity::Warning;
-const FAULT: Severity = Severity::Fault;
+const WARNING: FindingSeverity = FindingSeverity::Warning;
+const FAULT: FindingSeverity = FindingSeverity::Fault;
 
 #[test]
 fn correctly_configured_machine_has_no_findings() {
-    for role in [Role::Lb, Role::Server, Role::Controller] {
+    for role in [MachineRole::Lb, MachineRole::Server, MachineRole::Controller] {
         assert_eq!(problems_after_change(role, |_| {}), []);
         let unknown_checks: Vec<_> = run_all_checks(&facts_without_problems(role))
             .into_iter()
-            .filter(|(_, finding)| finding.severity != Severity::Ok)
+            .filter(|(_, finding)| finding.severity != FindingSeverity::Ok)
             .collect();
         assert!(unknown_checks.is_empty(), "{unknown_checks:?}");
     }
@@ -200,230 +204,244 @@ fn correctly_configured_machine_has_no_findings() {
 
 #[test]
 fn old_kernel_rejected_programs_and_disabled_jit_are_reported() {
-    let lb_problems = |change: fn(&mut Facts)| problems_after_change(Role::Lb, change);
-    assert_eq!(lb_problems(|facts| facts.kernel.release = "5.15.0-1-amd64".to_owned()), [("kernel", FAULT)]);
-    assert_eq!(lb_problems(|facts| facts.kernel.release = "6.0".to_owned()), [("kernel", FAULT)]);
-    assert_eq!(lb_problems(|facts| facts.kernel.release = "10.0.1".to_owned()), []);
-    assert_eq!(lb_problems(|facts| facts.kernel.has_btf = false), [("kernel", FAULT)]);
-    let reject_program = |facts: &mut Facts| drop(facts.kernel.program_load_results.insert("lb", Err("no".to_owned())));
-    assert_eq!(lb_problems(reject_program), [("programs", FAULT)]);
-    let disable_jit =
-        |facts: &mut Facts| drop(facts.sysctl_values.insert("net/core/bpf_jit_enable".to_owned(), "0".to_owned()));
-    assert_eq!(lb_problems(disable_jit), [("jit", WARNING)]);
+    let find_lb_problems = |change: fn(&mut MachineFacts)| problems_after_change(MachineRole::Lb, change);
+    assert_eq!(find_lb_problems(|facts| facts.kernel.release = "5.15.0-1-amd64".to_owned()), [("kernel", FAULT)]);
+    assert_eq!(find_lb_problems(|facts| facts.kernel.release = "6.0".to_owned()), [("kernel", FAULT)]);
+    assert_eq!(find_lb_problems(|facts| facts.kernel.release = "10.0.1".to_owned()), []);
+    assert_eq!(find_lb_problems(|facts| facts.kernel.has_btf = false), [("kernel", FAULT)]);
+    let reject_program =
+        |facts: &mut MachineFacts| drop(facts.kernel.program_load_results.insert("lb", Err("no".to_owned())));
+    assert_eq!(find_lb_problems(reject_program), [("programs", FAULT)]);
+    let disable_jit = |facts: &mut MachineFacts| {
+        drop(facts.sysctl_values.insert("net/core/bpf_jit_enable".to_owned(), "0".to_owned()))
+    };
+    assert_eq!(find_lb_problems(disable_jit), [("jit", WARNING)]);
 }
 
 #[test]
 fn settings_that_override_rss_are_reported() {
-    let server_problems = |change: fn(&mut Facts)| problems_after_change(Role::Server, change);
+    let find_server_problems = |change: fn(&mut MachineFacts)| problems_after_change(MachineRole::Server, change);
     assert_eq!(
-        server_problems(|facts| device_mut(facts).rss_conflicts.is_irqbalance_running = true),
+        find_server_problems(|facts| device_mut(facts).rss_conflicts.is_irqbalance_running = true),
         [("irqbalance", WARNING)]
     );
-    assert_eq!(server_problems(|facts| device_mut(facts).rss_conflicts.flow_rule_count = 2), [("flow-rules", WARNING)]);
-    let add_rfs_flow_tables = |facts: &mut Facts| {
+    assert_eq!(
+        find_server_problems(|facts| device_mut(facts).rss_conflicts.flow_rule_count = 2),
+        [("flow-rules", WARNING)]
+    );
+    let add_rfs_flow_tables = |facts: &mut MachineFacts| {
         device_mut(facts).rss_conflicts.rfs_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
         device_mut(facts).rss_conflicts.accepts_flow_rules = true;
     };
     // The kernel ignores the queues' tables unless the machine has socket flow entries.
-    assert_eq!(server_problems(add_rfs_flow_tables), []);
-    let mut facts = facts_without_problems(Role::Server);
+    assert_eq!(find_server_problems(add_rfs_flow_tables), []);
+    let mut facts = facts_without_problems(MachineRole::Server);
     add_rfs_flow_tables(&mut facts);
     device_mut(&mut facts).rss_conflicts.rps_sock_flow_entries = 32_768;
     let finding = rss::check_rfs(&facts).remove(0);
     assert_eq!(finding.severity, WARNING);
     assert!(finding.observation.starts_with("accelerated RFS is on for eth7"), "{}", finding.observation);
-    let remedy_commands: Vec<&str> = finding.remedies.iter().map(|remedy| remedy.command.as_str()).collect();
-    let of = |queue: &str| format!("echo 0 > /sys/class/net/eth7/queues/{queue}/rps_flow_cnt");
-    assert_eq!(remedy_commands, [of("rx-0"), of("rx-1")]);
+    let remedy_commands: Vec<&str> = finding.remedies.iter().map(|remedy| remedy.shell_command.as_str()).collect();
+    let clear_flow_count_command = |queue: &str| format!("echo 0 > /sys/class/net/eth7/queues/{queue}/rps_flow_cnt");
+    assert_eq!(remedy_commands, [clear_flow_count_command("rx-0"), clear_flow_count_command("rx-1")]);
 }
 
 #[test]
 fn wrong_rss_hash_or_hashed_fields_are_reported() {
-    let server_problems = |change: fn(&mut Facts)| problems_after_change(Role::Server, change);
-    let use_other_hash = |facts: &mut Facts| {
+    let find_server_problems = |change: fn(&mut MachineFacts)| problems_after_change(MachineRole::Server, change);
+    let use_other_hash = |facts: &mut MachineFacts| {
         device_mut(facts).rss_entries_and_transform = Err(RssProblem::UnsupportedHash("eth7 hashes by XOR".to_owned()))
     };
-    assert_eq!(server_problems(use_other_hash), [("rss", WARNING)]);
+    assert_eq!(find_server_problems(use_other_hash), [("rss", WARNING)]);
     assert_eq!(
-        server_problems(|facts| device_mut(facts).rss_entries_and_transform =
+        find_server_problems(|facts| device_mut(facts).rss_entries_and_transform =
             Err(RssProblem::NoIndirectionTable("none".to_owned()))),
         [("rss", WARNING)]
     );
-    let hash_without_tcp_ports = |facts: &mut Facts| {
+    let hash_without_tcp_ports = |facts: &mut MachineFacts| {
         device_mut(facts).port_hashing_by_flow_type =
             FlowType::ALL.into_iter().map(|flow_type| (flow_type, false)).collect();
     };
-    assert_eq!(server_problems(hash_without_tcp_ports), []);
-    let hash_without_udp_ports = |facts: &mut Facts| {
+    assert_eq!(find_server_problems(hash_without_tcp_ports), []);
+    let hash_without_udp_ports = |facts: &mut MachineFacts| {
         device_mut(facts).port_hashing_by_flow_type.insert(FlowType::Udp4, false);
         facts.services = vec![service_with_protocol(Protocol::Udp)];
     };
-    assert_eq!(server_problems(hash_without_udp_ports), [("rss-ports", WARNING)]);
+    assert_eq!(find_server_problems(hash_without_udp_ports), [("rss-ports", WARNING)]);
 }
 
 #[test]
 fn ipv6_services_require_hashing_of_ports() {
     let mut ipv6_facts = ipv6_server_facts("lo");
-    assert_eq!(rss::check_port_hashing(&ipv6_facts)[0].severity, Severity::Ok);
+    assert_eq!(rss::check_port_hashing(&ipv6_facts)[0].severity, FindingSeverity::Ok);
     device_mut(&mut ipv6_facts).port_hashing_by_flow_type.insert(FlowType::Tcp6, false);
     let finding = &rss::check_port_hashing(&ipv6_facts)[0];
     assert_eq!((finding.severity, finding.observation.as_str()), (WARNING, "eth7 hashes tcp6 by addresses alone"));
-    assert_eq!(finding.remedies[0].command, "ethtool -N eth7 rx-flow-hash tcp6 sdfn");
+    assert_eq!(finding.remedies[0].shell_command, "ethtool -N eth7 rx-flow-hash tcp6 sdfn");
     device_mut(&mut ipv6_facts).port_hashing_by_flow_type.remove(&FlowType::Tcp6);
-    assert_eq!(rss::check_port_hashing(&ipv6_facts)[0].severity, Severity::Unknown);
+    assert_eq!(rss::check_port_hashing(&ipv6_facts)[0].severity, FindingSeverity::Unknown);
 }
 
 #[test]
 fn symmetric_hash_is_unknown_if_the_driver_hides_it() {
-    let mut facts = facts_without_problems(Role::Server);
-    device_mut(&mut facts).rss_entries_and_transform = Ok((128, InputTransform::SymmetricOrXor));
+    let mut facts = facts_without_problems(MachineRole::Server);
+    device_mut(&mut facts).rss_entries_and_transform = Ok((128, RssInputTransform::SymmetricOrXor));
     let finding = rss::check_rss(&facts).remove(0);
-    assert_eq!(finding.severity, Severity::Ok);
+    assert_eq!(finding.severity, FindingSeverity::Ok);
     assert!(finding.observation.contains("symmetric-or-xor"), "{}", finding.observation);
     device_mut(&mut facts).driver = "mlx5_core".to_owned();
     facts.kernel.release = "6.12.117+deb12-amd64".to_owned();
-    assert_eq!(rss::check_rss(&facts).remove(0).severity, Severity::Ok, "reported, by a vendor's driver");
-    device_mut(&mut facts).rss_entries_and_transform = Ok((128, InputTransform::None));
+    assert_eq!(rss::check_rss(&facts).remove(0).severity, FindingSeverity::Ok, "reported, by a vendor's driver");
+    device_mut(&mut facts).rss_entries_and_transform = Ok((128, RssInputTransform::None));
     let finding = rss::check_rss(&facts).remove(0);
-    assert_eq!(finding.severity, Severity::Unknown);
+    assert_eq!(finding.severity, FindingSeverity::Unknown);
     assert!(finding.observation.contains("mlx5_core"), "{finding:?}");
-    assert!(finding.remedies[0].command.contains("xfrm none"), "{finding:?}");
+    assert!(finding.remedies[0].shell_command.contains("xfrm none"), "{finding:?}");
     facts.kernel.release = "6.15.1".to_owned();
-    assert_eq!(rss::check_rss(&facts).remove(0).severity, Severity::Ok);
+    assert_eq!(rss::check_rss(&facts).remove(0).severity, FindingSeverity::Ok);
 }
 
 #[test]
 fn flow_director_is_reported_with_its_remedy() {
-    let of = |driver: &str, moves| {
-        let mut facts = facts_without_problems(Role::Server);
+    let find_flow_director_problem = |driver: &str, moves| {
+        let mut facts = facts_without_problems(MachineRole::Server);
         device_mut(&mut facts).driver = driver.to_owned();
         device_mut(&mut facts).moves_open_connections = moves;
         rss::check_flow_director(&facts).remove(0)
     };
     for (driver, command) in [("ixgbe", "ethtool -K eth7 ntuple on"), ("i40e", "flow-director-atr off")] {
-        let finding = of(driver, Some(true));
+        let finding = find_flow_director_problem(driver, Some(true));
         assert_eq!(finding.severity, WARNING);
-        assert!(finding.remedies[0].command.contains(command), "{finding:?}");
-        assert_eq!(of(driver, Some(false)).severity, Severity::Ok);
+        assert!(finding.remedies[0].shell_command.contains(command), "{finding:?}");
+        assert_eq!(find_flow_director_problem(driver, Some(false)).severity, FindingSeverity::Ok);
     }
-    assert_eq!(of("ice", None).severity, Severity::Ok);
+    assert_eq!(find_flow_director_problem("ice", None).severity, FindingSeverity::Ok);
 }
 
 #[test]
 fn vlan_tag_stripping_is_reported_only_with_vlans() {
-    let add_vlan = |facts: &mut Facts| device_mut(facts).vlan_devices = vec!["eth7.5".to_owned()];
-    assert_eq!(problems_after_change(Role::Lb, add_vlan), [("vlan-tags", FAULT)]);
-    let keep_vlan_tags = |facts: &mut Facts| {
-        add_vlan(facts);
+    let add_vlan_device = |facts: &mut MachineFacts| device_mut(facts).vlan_devices = vec!["eth7.5".to_owned()];
+    assert_eq!(problems_after_change(MachineRole::Lb, add_vlan_device), [("vlan-tags", FAULT)]);
+    let keep_vlan_tags = |facts: &mut MachineFacts| {
+        add_vlan_device(facts);
         device_mut(facts).strips_vlan_tags = false;
     };
-    assert_eq!(problems_after_change(Role::Lb, keep_vlan_tags), []);
+    assert_eq!(problems_after_change(MachineRole::Lb, keep_vlan_tags), []);
 }
 
 #[test]
 fn too_many_queues_and_shared_interrupt_cpus_are_reported() {
-    let set_channels = |receive_queues, receive_max| {
-        move |facts: &mut Facts| {
-            device_mut(facts).queue_counts =
-                Some(QueueCounts { receive_queues, max_receive_queues: receive_max, transmit_queues: receive_queues })
+    let set_queue_counts = |receive_queues, receive_max| {
+        move |facts: &mut MachineFacts| {
+            device_mut(facts).queue_counts = Some(DeviceQueueCounts {
+                receive_queues,
+                max_receive_queues: receive_max,
+                transmit_queues: receive_queues,
+            })
         }
     };
-    assert_eq!(problems_after_change(Role::Server, set_channels(8, 8)), [("queues", WARNING), ("listeners", WARNING)]);
-    assert_eq!(problems_after_change(Role::Server, set_channels(2, 8)), [("queues", WARNING)]);
-    assert_eq!(problems_after_change(Role::Server, set_channels(1, 1)), [("queues", WARNING)]);
-    assert_eq!(problems_after_change(Role::Lb, set_channels(1, 1)), []);
-    assert_eq!(problems_after_change(Role::Lb, set_channels(1, 4)), [("queues", WARNING)]);
-    let share_cpus = |facts: &mut Facts| {
-        device_mut(facts).interrupts_by_queue.insert(3, Interrupt { irq_number: 33, cpu: Some(0) });
+    assert_eq!(
+        problems_after_change(MachineRole::Server, set_queue_counts(8, 8)),
+        [("queues", WARNING), ("listeners", WARNING)]
+    );
+    assert_eq!(problems_after_change(MachineRole::Server, set_queue_counts(2, 8)), [("queues", WARNING)]);
+    assert_eq!(problems_after_change(MachineRole::Server, set_queue_counts(1, 1)), [("queues", WARNING)]);
+    assert_eq!(problems_after_change(MachineRole::Lb, set_queue_counts(1, 1)), []);
+    assert_eq!(problems_after_change(MachineRole::Lb, set_queue_counts(1, 4)), [("queues", WARNING)]);
+    let share_interrupt_cpu = |facts: &mut MachineFacts| {
+        device_mut(facts).interrupts_by_queue.insert(3, ReceiveQueueInterrupt { irq_number: 33, cpu: Some(0) });
     };
-    assert_eq!(problems_after_change(Role::Server, share_cpus), [("interrupts", WARNING)]);
-    let mut facts = facts_without_problems(Role::Server);
-    share_cpus(&mut facts);
+    assert_eq!(problems_after_change(MachineRole::Server, share_interrupt_cpu), [("interrupts", WARNING)]);
+    let mut facts = facts_without_problems(MachineRole::Server);
+    share_interrupt_cpu(&mut facts);
     let finding = super::device::check_interrupts(&facts).remove(0);
     assert_eq!(finding.observation, "CPU 0 serves queues 0, 3");
-    assert_eq!(finding.remedies[3].command, "echo 3 > /proc/irq/33/smp_affinity_list");
+    assert_eq!(finding.remedies[3].shell_command, "echo 3 > /proc/irq/33/smp_affinity_list");
 }
 
 #[test]
 fn packets_dropped_by_the_driver_are_reported() {
-    let count_drops = |facts: &mut Facts| {
+    let add_driver_drops = |facts: &mut MachineFacts| {
         device_mut(facts).xdp_send_errors = vec![("rx_queue_0_xdp_tx_errors".to_owned(), 12)];
     };
-    assert_eq!(problems_after_change(Role::Lb, count_drops), [("xdp-send", FAULT)]);
-    let mut facts = facts_without_problems(Role::Lb);
-    count_drops(&mut facts);
+    assert_eq!(problems_after_change(MachineRole::Lb, add_driver_drops), [("xdp-send", FAULT)]);
+    let mut facts = facts_without_problems(MachineRole::Lb);
+    add_driver_drops(&mut facts);
     device_mut(&mut facts).driver = "veth".to_owned();
     let finding = super::device::check_xdp_send(&facts).remove(0);
     assert_eq!(finding.observation, "eth7 dropped frames that XDP sent: rx_queue_0_xdp_tx_errors 12");
-    assert!(finding.remedies[0].command.starts_with("ip link set dev PEER xdp"), "{:?}", finding.remedies);
+    assert!(finding.remedies[0].shell_command.starts_with("ip link set dev PEER xdp"), "{:?}", finding.remedies);
 }
 
 #[test]
 fn veth_peer_without_a_program_is_reported() {
-    let remove_peer_program = |facts: &mut Facts| {
+    let remove_peer_program = |facts: &mut MachineFacts| {
         device_mut(facts).driver = "veth".to_owned();
         device_mut(facts).veth_peer_has_xdp = Some(false);
     };
-    assert_eq!(problems_after_change(Role::Lb, remove_peer_program), [("xdp-send", FAULT)]);
-    let use_generic_xdp = |facts: &mut Facts| {
+    assert_eq!(problems_after_change(MachineRole::Lb, remove_peer_program), [("xdp-send", FAULT)]);
+    let use_generic_xdp = |facts: &mut MachineFacts| {
         remove_peer_program(facts);
         let xdp_state = &mut device_mut(facts).xdp;
         (xdp_state.generic_program_id, xdp_state.native_program_id) = (xdp_state.native_program_id, None);
     };
-    assert_eq!(problems_after_change(Role::Lb, use_generic_xdp), []);
+    assert_eq!(problems_after_change(MachineRole::Lb, use_generic_xdp), []);
 }
 
 #[test]
 fn polling_threads_are_reported_only_if_load_is_cpu_time() {
-    let add_polling_thread = |facts: &mut Facts| {
+    let add_polling_thread = |facts: &mut MachineFacts| {
         facts.polling_threads = vec![PollingThread { thread_id: 41, name: "dpdk-worker".to_owned(), cpu: 2 }];
     };
-    assert_eq!(problems_after_change(Role::Server, add_polling_thread), [("polling", WARNING)]);
-    let use_published_load = |facts: &mut Facts| {
+    assert_eq!(problems_after_change(MachineRole::Server, add_polling_thread), [("polling", WARNING)]);
+    let use_published_load = |facts: &mut MachineFacts| {
         add_polling_thread(facts);
         facts.settings.reports_cpu_time_as_load = false;
     };
-    assert_eq!(problems_after_change(Role::Server, use_published_load), []);
+    assert_eq!(problems_after_change(MachineRole::Server, use_published_load), []);
 }
 
 #[test]
 fn obstacles_to_native_xdp_are_reported() {
-    let lb = |change: fn(&mut Facts)| problems_after_change(Role::Lb, change);
-    assert_eq!(lb(|facts| device_mut(facts).is_lro_enabled = true), [("lro", FAULT)]);
-    let remove_native_support =
-        |facts: &mut Facts| device_mut(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
-    assert_eq!(lb(remove_native_support), [("xdp", WARNING)]);
-    let require_unsupported_native_xdp = |facts: &mut Facts| {
-        device_mut(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
+    let find_lb_problems = |change: fn(&mut MachineFacts)| problems_after_change(MachineRole::Lb, change);
+    assert_eq!(find_lb_problems(|facts| device_mut(facts).is_lro_enabled = true), [("lro", FAULT)]);
+    let remove_native_support = |facts: &mut MachineFacts| {
+        device_mut(facts).xdp = DeviceXdpState { supports_native: Some(false), ..DeviceXdpState::default() }
+    };
+    assert_eq!(find_lb_problems(remove_native_support), [("xdp", WARNING)]);
+    let require_unsupported_native_xdp = |facts: &mut MachineFacts| {
+        device_mut(facts).xdp = DeviceXdpState { supports_native: Some(false), ..DeviceXdpState::default() };
         facts.settings.xdp_mode = XdpMode::Native;
     };
-    assert_eq!(lb(require_unsupported_native_xdp), [("xdp", FAULT)]);
-    let use_generic_xdp = |facts: &mut Facts| {
-        device_mut(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
+    assert_eq!(find_lb_problems(require_unsupported_native_xdp), [("xdp", FAULT)]);
+    let use_generic_xdp = |facts: &mut MachineFacts| {
+        device_mut(facts).xdp = DeviceXdpState { supports_native: Some(false), ..DeviceXdpState::default() };
         facts.settings.xdp_mode = XdpMode::Generic;
     };
-    assert_eq!(lb(use_generic_xdp), []);
-    let exceed_ena_queue_limit = |facts: &mut Facts| {
+    assert_eq!(find_lb_problems(use_generic_xdp), []);
+    let exceed_ena_queue_limit = |facts: &mut MachineFacts| {
         device_mut(facts).driver = "ena".to_owned();
         device_mut(facts).queue_counts =
-            Some(QueueCounts { receive_queues: 4, max_receive_queues: 4, transmit_queues: 4 });
+            Some(DeviceQueueCounts { receive_queues: 4, max_receive_queues: 4, transmit_queues: 4 });
     };
-    assert_eq!(lb(exceed_ena_queue_limit), [("xdp", WARNING)]);
+    assert_eq!(find_lb_problems(exceed_ena_queue_limit), [("xdp", WARNING)]);
     // A program is running in native mode, so the frames evidently fit.
-    assert_eq!(lb(|facts| device_mut(facts).mtu = 9000), []);
-    let exceed_max_mtu = |facts: &mut Facts| {
-        device_mut(facts).mtu = 9000;
+    assert_eq!(find_lb_problems(|facts| device_mut(facts).mtu_bytes = 9000), []);
+    let exceed_max_mtu = |facts: &mut MachineFacts| {
+        device_mut(facts).mtu_bytes = 9000;
         device_mut(facts).own_program_id = None;
         device_mut(facts).xdp.native_program_id = None;
     };
-    assert_eq!(lb(exceed_max_mtu), [("mtu", WARNING)]);
+    assert_eq!(find_lb_problems(exceed_max_mtu), [("mtu", WARNING)]);
 }
 
 #[test]
 fn servers_on_the_segment_require_an_address_in_its_network() {
     let has_fault = |address: &str, is_on_segment: bool| {
-        problems_after_change(Role::Lb, |facts| facts.servers_by_name = servers_with_address(address, is_on_segment))
-            .contains(&("segment", FAULT))
+        problems_after_change(MachineRole::Lb, |facts| {
+            facts.servers_by_name = servers_with_address(address, is_on_segment)
+        })
+        .contains(&("segment", FAULT))
     };
     assert!(has_fault("192.0.2.1", true));
     assert!(!has_fault("192.0.2.1", false), "it is behind routers or in a VLAN");
@@ -433,9 +451,9 @@ fn servers_on_the_segment_require_an_address_in_its_network() {
 #[test]
 fn mtu_without_room_for_outer_headers_is_reported() {
     let has_fault = |mtu: u32, vip: &str, server_address: &str| {
-        let findings = problems_after_change(Role::Lb, |facts| {
-            device_mut(facts).mtu = mtu;
-            facts.services[0].forwarding = Forwarding::Gue;
+        let findings = problems_after_change(MachineRole::Lb, |facts| {
+            device_mut(facts).mtu_bytes = mtu;
+            facts.services[0].forwarding = ForwardingMode::Gue;
             facts.services[0].address.vip_and_port = vip.parse().unwrap();
             facts.servers_by_name = servers_with_address(server_address, false);
         });
@@ -449,14 +467,14 @@ fn mtu_without_room_for_outer_headers_is_reported() {
 
 #[test]
 fn arp_sysctls_are_not_fixed_when_other_devices_have_addresses() {
-    let has_fix = |facts: &mut Facts| {
+    let has_automatic_fix = |facts: &mut MachineFacts| {
         drop(facts.sysctl_values.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned()))
     };
-    let mut facts = facts_without_problems(Role::Server);
-    has_fix(&mut facts);
+    let mut facts = facts_without_problems(MachineRole::Server);
+    has_automatic_fix(&mut facts);
     assert!(addresses::check_arp_ignore(&facts)[0].remedies[0].automatic_fix.is_some());
     let other_address =
-        Address { device: "eth8".to_owned(), address: "192.0.2.7".parse().unwrap(), mask: [255; 4].into() };
+        DeviceAddress { device_name: "eth8".to_owned(), address: "192.0.2.7".parse().unwrap(), mask: [255; 4].into() };
     facts.addresses.push(other_address);
     assert!(addresses::check_arp_ignore(&facts)[0].remedies[0].automatic_fix.is_none());
     // With 8 the kernel answers no requests at all, so an operator must have decided that.
@@ -468,19 +486,19 @@ fn arp_sysctls_are_not_fixed_when_other_devices_have_addresses() {
 
 #[test]
 fn stamping_at_lb_requires_ip_forwarding() {
-    let disable_forwarding = |facts: &mut Facts| {
+    let disable_forwarding = |facts: &mut MachineFacts| {
         for (path, value) in [("forwarding", "0"), ("send_redirects", "1"), ("rp_filter", "1")] {
             facts.sysctl_values.insert(format!("net/ipv4/conf/eth7/{path}"), value.to_owned());
         }
     };
     // This is irrelevant if servers send replies directly to clients.
-    assert_eq!(problems_after_change(Role::Lb, disable_forwarding), []);
-    let stamp_at_lb = |facts: &mut Facts| {
+    assert_eq!(problems_after_change(MachineRole::Lb, disable_forwarding), []);
+    let stamp_at_lb = |facts: &mut MachineFacts| {
         disable_forwarding(facts);
         facts.services[0].is_stamped_by_lb = true;
     };
     assert_eq!(
-        problems_after_change(Role::Lb, stamp_at_lb),
+        problems_after_change(MachineRole::Lb, stamp_at_lb),
         [("rp-filter", FAULT), ("forwarding", FAULT), ("send-redirects", FAULT)]
     );
 }
@@ -488,52 +506,53 @@ fn stamping_at_lb_requires_ip_forwarding() {
 #[test]
 fn stamping_ipv6_at_lb_requires_only_ipv6_forwarding() {
     let stamp_ipv6_at_lb = |forwarding: &'static str| {
-        move |facts: &mut Facts| {
+        move |facts: &mut MachineFacts| {
             facts.services[0].is_stamped_by_lb = true;
             facts.services[0].address.vip_and_port.set_ip("2001:db8::1".parse().unwrap());
             facts.sysctl_values.insert("net/ipv4/conf/eth7/forwarding".to_owned(), "0".to_owned());
             facts.sysctl_values.insert(IPV6_FORWARDING_SYSCTL.to_owned(), forwarding.to_owned());
         }
     };
-    let forwarding_problems = |forwarding| {
-        problems_after_change(Role::Lb, stamp_ipv6_at_lb(forwarding))
+    let find_forwarding_problems = |forwarding| {
+        problems_after_change(MachineRole::Lb, stamp_ipv6_at_lb(forwarding))
             .into_iter()
             .filter(|(check, _)| *check == "forwarding")
             .count()
     };
-    assert_eq!((forwarding_problems("0"), forwarding_problems("1")), (1, 0));
+    assert_eq!((find_forwarding_problems("0"), find_forwarding_problems("1")), (1, 0));
 }
 
 #[test]
 fn slow_or_unsynchronised_clocks_are_reported() {
-    let server_problems = |change: fn(&mut Facts)| problems_after_change(Role::Server, change);
-    assert_eq!(server_problems(|facts| facts.clock.clock_source = "hpet".to_owned()), [("clock-source", WARNING)]);
-    assert_eq!(server_problems(|facts| facts.clock.is_synchronised = Some(false)), [("clock-sync", WARNING)]);
-    assert_eq!(server_problems(|facts| facts.future_dated_report_count = 3), [("clock-sync", WARNING)]);
-    let use_random_offsets =
-        |facts: &mut Facts| drop(facts.sysctl_values.insert("net/ipv4/tcp_timestamps".to_owned(), "1".to_owned()));
-    assert_eq!(server_problems(use_random_offsets), []);
-    let stop_managing_timestamps = |facts: &mut Facts| {
+    let find_server_problems = |change: fn(&mut MachineFacts)| problems_after_change(MachineRole::Server, change);
+    assert_eq!(find_server_problems(|facts| facts.clock.clock_source = "hpet".to_owned()), [("clock-source", WARNING)]);
+    assert_eq!(find_server_problems(|facts| facts.clock.is_synchronised = Some(false)), [("clock-sync", WARNING)]);
+    assert_eq!(find_server_problems(|facts| facts.future_dated_report_count = 3), [("clock-sync", WARNING)]);
+    let use_random_offsets = |facts: &mut MachineFacts| {
+        drop(facts.sysctl_values.insert("net/ipv4/tcp_timestamps".to_owned(), "1".to_owned()))
+    };
+    assert_eq!(find_server_problems(use_random_offsets), []);
+    let stop_managing_timestamps = |facts: &mut MachineFacts| {
         use_random_offsets(facts);
         facts.settings.manage_timestamps = false;
     };
-    assert_eq!(problems_after_change(Role::Server, stop_managing_timestamps), [("tcp-timestamps", FAULT)]);
+    assert_eq!(problems_after_change(MachineRole::Server, stop_managing_timestamps), [("tcp-timestamps", FAULT)]);
     // An agent sets the sysctl only for services that are stamped at the server.
-    let stamp_at_lb = |facts: &mut Facts| {
+    let stamp_at_lb = |facts: &mut MachineFacts| {
         use_random_offsets(facts);
         facts.services[0].is_stamped_by_lb = true;
     };
-    assert_eq!(problems_after_change(Role::Server, stamp_at_lb), [("tcp-timestamps", FAULT)]);
+    assert_eq!(problems_after_change(MachineRole::Server, stamp_at_lb), [("tcp-timestamps", FAULT)]);
 }
 
 #[test]
 fn announced_vips_need_a_routing_daemon_and_no_ip_rule() {
     let new_announcement = |rules: &[&str], daemon: Option<&str>| {
         let ip_rules = Ok(rules.iter().map(|rule| (*rule).to_owned()).collect());
-        Some(Announcement { routing_table_number: 7400, ip_rules, routing_daemon: daemon.map(str::to_owned) })
+        Some(AnnouncementFacts { routing_table_number: 7400, ip_rules, routing_daemon: daemon.map(str::to_owned) })
     };
     let announcement_problems =
-        |announcement| problems_after_change(Role::Lb, |facts| facts.announcement = announcement);
+        |announcement| problems_after_change(MachineRole::Lb, |facts| facts.announcement = announcement);
     assert_eq!(announcement_problems(new_announcement(&[], Some("bird"))), []);
     assert_eq!(announcement_problems(new_announcement(&[], None)), [("announce", FAULT)]);
     assert_eq!(
@@ -544,12 +563,12 @@ fn announced_vips_need_a_routing_daemon_and_no_ip_rule() {
 
 #[test]
 fn unreachable_etcd_is_a_fault() {
-    let etcd_problems = |leader: Result<String, String>| {
-        problems_after_change(Role::Controller, |facts| {
+    let find_etcd_problems = |leader: Result<String, String>| {
+        problems_after_change(MachineRole::Controller, |facts| {
             let controller_facts = facts.controller_facts.as_mut().unwrap();
             controller_facts.store = StoreFacts::Etcd { endpoints: vec!["http://10.1.0.5:2379".to_owned()], leader };
         })
     };
-    assert_eq!(etcd_problems(Ok("controller 10.1.0.2:7400 leads".to_owned())), []);
-    assert_eq!(etcd_problems(Err("etcd does not answer".to_owned())), [("store", FAULT)]);
+    assert_eq!(find_etcd_problems(Ok("controller 10.1.0.2:7400 leads".to_owned())), []);
+    assert_eq!(find_etcd_problems(Err("etcd does not answer".to_owned())), [("store", FAULT)]);
 }

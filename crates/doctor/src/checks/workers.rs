@@ -1,35 +1,37 @@
 //! Checks of the processes that serve the services.
 
-use coreward_agent::config::Steer;
+use coreward_agent::config::SteeringMode;
 use coreward_agent::steering::assign::MAX_PINNED_CPUS;
 use coreward_model::tuple::Protocol;
 
-use crate::facts::{Facts, Service, Sockets};
+use crate::facts::{MachineFacts, ServiceFacts, ServiceSocketFacts};
 use crate::finding::Finding;
 
-fn services_with_sockets(facts: &Facts) -> impl Iterator<Item = (&Service, &Result<Sockets, String>)> {
+fn services_with_sockets(
+    facts: &MachineFacts,
+) -> impl Iterator<Item = (&ServiceFacts, &Result<ServiceSocketFacts, String>)> {
     facts.services.iter().filter_map(|service| Some((service, service.sockets.as_ref()?)))
 }
 
-fn describe_service(service: &Service) -> String {
+fn describe_service(service: &ServiceFacts) -> String {
     format!("{} at {}/{}", service.name, service.address.vip_and_port, service.address.protocol.name())
 }
 
-pub fn check_listeners(facts: &Facts) -> Vec<Finding> {
+pub fn check_listeners(facts: &MachineFacts) -> Vec<Finding> {
     let receive_queue_count = facts
         .device
         .as_ref()
         .and_then(|device| device.queue_counts)
         .map_or(1, |channels| usize::from(channels.receive_queues));
-    let is_steering_on = facts.settings.steer != Steer::Off;
+    let is_steering_on = facts.settings.steer != SteeringMode::Off;
     services_with_sockets(facts)
         .map(|(service, sockets)| check_service_listeners(service, sockets, receive_queue_count, is_steering_on))
         .collect()
 }
 
 fn check_service_listeners(
-    service: &Service,
-    sockets: &Result<Sockets, String>,
+    service: &ServiceFacts,
+    sockets: &Result<ServiceSocketFacts, String>,
     receive_queue_count: usize,
     is_steering_on: bool,
 ) -> Finding {
@@ -68,7 +70,7 @@ fn check_service_listeners(
     Finding::ok(format!("{service_description}: sockets: {socket_count}"))
 }
 
-pub fn check_polling_threads(facts: &Facts) -> Vec<Finding> {
+pub fn check_polling_threads(facts: &MachineFacts) -> Vec<Finding> {
     if !facts.settings.reports_cpu_time_as_load {
         return vec![];
     }
@@ -88,18 +90,18 @@ pub fn check_polling_threads(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-pub fn check_pinned_workers(facts: &Facts) -> Vec<Finding> {
-    if facts.settings.steer != Steer::Affinity {
+pub fn check_pinned_workers(facts: &MachineFacts) -> Vec<Finding> {
+    if facts.settings.steer != SteeringMode::Affinity {
         return vec![];
     }
-    let of = |(service, sockets): (&Service, &Result<Sockets, String>)| {
+    let to_pinned_worker_finding = |(service, sockets): (&ServiceFacts, &Result<ServiceSocketFacts, String>)| {
         let sockets = sockets.as_ref().ok().filter(|sockets| sockets.socket_count > 0)?;
         let service_description = describe_service(service);
         if sockets.worker_cpus.is_empty() {
             return Some(Finding::unknown(format!("{service_description}: no process waits for its sockets")));
         }
         // With two CPUs, a core and its sibling are the whole machine. With one CPU there is no choice.
-        let max_pinned_cpus = MAX_PINNED_CPUS.min(facts.cpu_count.saturating_sub(1)).max(1);
+        let max_pinned_cpus = MAX_PINNED_CPUS.min(facts.online_cpu_count.saturating_sub(1)).max(1);
         let unpinned_count = sockets.worker_cpus.iter().filter(|cpus| cpus.len() > max_pinned_cpus).count();
         if unpinned_count == 0 {
             return Some(Finding::ok(format!(
@@ -118,5 +120,5 @@ pub fn check_pinned_workers(facts: &Facts) -> Vec<Finding> {
                 .with_remedy_step("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"),
         )
     };
-    services_with_sockets(facts).filter_map(of).collect()
+    services_with_sockets(facts).filter_map(to_pinned_worker_finding).collect()
 }

@@ -3,13 +3,13 @@
 use std::fs;
 use std::process::Command;
 
-use crate::facts::Announcement;
+use crate::facts::AnnouncementFacts;
 
 /// Process names of routing daemons that can read routes from the kernel's routing tables.
-const ROUTING_DAEMONS: [&str; 2] = ["bird", "zebra"];
+const ROUTING_DAEMON_NAMES: [&str; 2] = ["bird", "zebra"];
 
-pub fn gather_announcement(routing_table_number: u32) -> Announcement {
-    Announcement {
+pub fn gather_announcement(routing_table_number: u32) -> AnnouncementFacts {
+    AnnouncementFacts {
         routing_table_number,
         ip_rules: read_ip_rules(routing_table_number),
         routing_daemon: find_running_routing_daemon(),
@@ -30,5 +30,5 @@ fn read_ip_rules(routing_table_number: u32) -> Result<Vec<String>, String> {
 fn find_running_routing_daemon() -> Option<String> {
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let mut process_names = processes.filter_map(|entry| fs::read_to_string(entry.path().join("comm")).ok());
-    process_names.find_map(|name| ROUTING_DAEMONS.contains(&name.trim()).then(|| name.trim().to_owned()))
+    process_names.find_map(|name| ROUTING_DAEMON_NAMES.contains(&name.trim()).then(|| name.trim().to_owned()))
 }

@@ -1,22 +1,22 @@
 //! Facts about the daemon's certificates.
 
 use coreward_tls::certificate::unix_now;
-use coreward_tls::{CredentialFiles, Role as CertifiedRole, table};
+use coreward_tls::{CredentialFiles, FleetRole as CertifiedRole, table};
 
-use crate::facts::{CertificateFacts, Role};
+use crate::facts::{CertificateFacts, MachineRole};
 
 /// Returns facts about the daemon's certificates, which should contain the controller's name of this machine. Fails if
 /// the certificate files are unusable, so that the daemon could not start.
 pub(super) fn gather_certificates(
-    role: Role,
+    role: MachineRole,
     files: Option<&CredentialFiles>,
     machine_name: Option<&str>,
 ) -> anyhow::Result<Vec<CertificateFacts>> {
-    let Some(tls) = table::load(files)? else { return Ok(Vec::new()) };
+    let Some(tls) = table::load_tls_credentials(files)? else { return Ok(Vec::new()) };
     let certified_role = match role {
-        Role::Lb => CertifiedRole::Lb,
-        Role::Server => CertifiedRole::Agent,
-        Role::Controller => CertifiedRole::Controller,
+        MachineRole::Lb => CertifiedRole::Lb,
+        MachineRole::Server => CertifiedRole::Agent,
+        MachineRole::Controller => CertifiedRole::Controller,
     };
     let identity = tls.identity();
     let is_own_identity =
@@ -24,7 +24,7 @@ pub(super) fn gather_certificates(
     let expected_identity =
         machine_name.map_or_else(|| certified_role.to_string(), |name| format!("{certified_role} {name}"));
     let now = unix_now();
-    let certificates = tls.certificates().into_iter().map(|(usage, certificate)| CertificateFacts {
+    let certificates = tls.labelled_certificates().into_iter().map(|(usage, certificate)| CertificateFacts {
         usage,
         remaining_validity: certificate.remaining_validity(now),
         is_renewal_due: certificate.is_renewal_due(now),

@@ -6,19 +6,19 @@ use std::time::Duration;
 
 use anyhow::anyhow;
 use coreward_control_server::config::ControllerConfig;
-use coreward_http::client::{Client, Credential};
-use coreward_http::tokens::token_path;
+use coreward_http::client::{ApiCredential, ControllerClient};
+use coreward_http::tokens::token_file_path;
 use coreward_model::ServiceAddress;
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 use coreward_rpc::v1::control_client::ControlClient;
-use coreward_tls::connect::Connector;
-use coreward_tls::verify::ExpectedHost;
-use coreward_tls::{CredentialFiles, Role as CertifiedRole};
+use coreward_tls::connect::GrpcConnector;
+use coreward_tls::verify::ExpectedControllerHost;
+use coreward_tls::{CredentialFiles, FleetRole as CertifiedRole};
 use coreward_wire::address::parse_address;
 use coreward_wire::v1::{FleetReply, FleetRequest, FleetServer, FleetService};
 use tonic::transport::Endpoint;
 
-use crate::facts::{Role, Server, Service};
+use crate::facts::{MachineRole, ServerFacts, ServiceFacts};
 
 const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of the controller's reply, in bytes. 16,384 servers and 1,000 services take about 1 MB.
@@ -27,24 +27,24 @@ const MAX_REPLY_BYTES: usize = 64 << 20;
 #[derive(Default)]
 pub(super) struct FleetFacts {
     pub controller_answer: Option<Result<SocketAddr, String>>,
-    pub services: Vec<Service>,
-    pub servers_by_name: BTreeMap<String, Server>,
+    pub services: Vec<ServiceFacts>,
+    pub servers_by_name: BTreeMap<String, ServerFacts>,
     pub future_dated_report_count: u64,
 }
 
 /// Queries the controllers in order, and returns the facts in the first answer. `name` is the controller's name of this
 /// machine. If it is `None`, all services are included. `tls` contains the daemon's certificate.
 pub(super) fn query_controllers(
-    role: Role,
+    role: MachineRole,
     controllers: &[SocketAddr],
     tls: Option<&CredentialFiles>,
     name: Option<&str>,
 ) -> FleetFacts {
     let mut problems = Vec::new();
-    for controller in controllers.iter().filter(|_| role != Role::Controller) {
+    for controller in controllers.iter().filter(|_| role != MachineRole::Controller) {
         match fetch_fleet(*controller, tls) {
             Err(error) => problems.push(format!("{error:#}")),
-            Ok(reply) => return to_fleet_facts(&reply, *controller, name.filter(|_| role == Role::Server)),
+            Ok(reply) => return to_fleet_facts(&reply, *controller, name.filter(|_| role == MachineRole::Server)),
         }
     }
     FleetFacts { controller_answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..FleetFacts::default() }
@@ -52,7 +52,7 @@ pub(super) fn query_controllers(
 
 /// Requests the services and servers of the fleet from a controller by gRPC, as a daemon does.
 fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Result<FleetReply> {
-    let tls_config = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
+    let tls_config = coreward_tls::table::load_tls_credentials(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
     let unreachable_error = |reason: &dyn std::fmt::Display| {
         let expected = "expected a running `coreward controller` whose `listen` that is";
         anyhow!("no controller answers at {controller} ({reason}): {expected}")
@@ -61,7 +61,7 @@ fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow:
         let endpoint = Endpoint::from_shared(format!("http://{controller}"))?
             .connect_timeout(CONTROLLER_TIMEOUT)
             .timeout(CONTROLLER_TIMEOUT);
-        let channel = endpoint.connect_with_connector(Connector::new(controller, tls_config)).await;
+        let channel = endpoint.connect_with_connector(GrpcConnector::new(controller, tls_config)).await;
         let channel = channel.map_err(|error| unreachable_error(&anyhow!(error).root_cause()))?;
         let mut client = ControlClient::new(channel).max_decoding_message_size(MAX_REPLY_BYTES);
         let fleet_reply = client.fleet(FleetRequest {}).await;
@@ -71,21 +71,25 @@ fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow:
 
 /// Returns whether a controller with this configuration is running on this host and answers at its HTTP API.
 pub(super) fn is_controller_running(config: &ControllerConfig) -> bool {
-    let request_status = || -> anyhow::Result<()> {
+    let request_controller_status = || -> anyhow::Result<()> {
         // If no process answers at the listening address, another controller owns the API's address.
         drop(std::net::TcpStream::connect_timeout(&config.listen_address, CONTROLLER_TIMEOUT)?);
         let (scheme, ca) = match &config.credential_files {
             Some(files) if !config.api_listen_address.ip().is_loopback() => ("https", Some(files.ca_path.clone())),
             _ => ("http", None),
         };
-        let file = token_path(&config.token_directory, coreward_api::Role::Viewer);
+        let file = token_file_path(&config.token_directory, coreward_api::Role::Viewer);
         let api_url = format!("{scheme}://{}", config.api_listen_address).parse()?;
         // Any name in the certificate is accepted, because the controller is on this host.
-        let client = Client::with_controllers(vec![api_url], &Credential::Token { file, ca }, ExpectedHost::Any)?;
+        let client = ControllerClient::with_controllers(
+            vec![api_url],
+            &ApiCredential::Token { file, ca },
+            ExpectedControllerHost::Any,
+        )?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
         Ok(())
     };
-    request_status().is_ok()
+    request_controller_status().is_ok()
 }
 
 fn to_fleet_facts(reply: &FleetReply, controller: SocketAddr, server_name: Option<&str>) -> FleetFacts {
@@ -93,8 +97,8 @@ fn to_fleet_facts(reply: &FleetReply, controller: SocketAddr, server_name: Optio
         .services
         .iter()
         .filter(|service| server_name.is_none_or(|name| service.servers.iter().any(|server| server == name)));
-    let to_service = |service: &FleetService| {
-        Some(Service {
+    let to_service_facts = |service: &FleetService| {
+        Some(ServiceFacts {
             name: service.name.clone(),
             address: ServiceAddress::try_from(service.address.as_ref()?).ok()?,
             is_stamped_by_lb: service.timestamps == "lb",
@@ -105,19 +109,19 @@ fn to_fleet_facts(reply: &FleetReply, controller: SocketAddr, server_name: Optio
     };
     let segment_server_names: BTreeSet<&String> = own_services
         .clone()
-        .filter(|service| !service.forwarding.parse::<Forwarding>().unwrap_or_default().encapsulates())
+        .filter(|service| !service.forwarding.parse::<ForwardingMode>().unwrap_or_default().encapsulates())
         .flat_map(|service| &service.servers)
         .collect();
-    let to_server = |server: &FleetServer| {
+    let to_server_facts = |server: &FleetServer| {
         let server_address =
             parse_address("address", &server.address).ok().filter(|address| !address.is_unspecified())?;
         let is_on_segment = segment_server_names.contains(&server.name) && server.vlan == 0;
-        Some((server.name.clone(), Server { address: server_address, is_on_segment }))
+        Some((server.name.clone(), ServerFacts { address: server_address, is_on_segment }))
     };
     FleetFacts {
         controller_answer: Some(Ok(controller)),
-        services: own_services.filter_map(to_service).collect(),
-        servers_by_name: reply.servers.iter().filter_map(to_server).collect(),
+        services: own_services.filter_map(to_service_facts).collect(),
+        servers_by_name: reply.servers.iter().filter_map(to_server_facts).collect(),
         future_dated_report_count: reply.reports_ahead,
     }
 }

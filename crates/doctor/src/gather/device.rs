@@ -1,7 +1,7 @@
 //! Facts about the network device that receives the services' packets.
 
 use coreward_agent::load::queues;
-use coreward_agent::rss::ethtool::{self, EthtoolRss, FlowType};
+use coreward_agent::rss::ethtool::{self, EthtoolRssDevice, FlowType};
 use coreward_agent::rss::{RssDevice, RssError};
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_agent::sysfs;
@@ -9,26 +9,26 @@ use coreward_dataplane::{device, lb};
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::{InterfaceFlags, if_nametoindex};
 
-use crate::facts::{Device, RssProblem, Settings};
+use crate::facts::{DaemonSettings, DeviceFacts, RssProblem};
 
 /// Returns facts about a network device, or `None` if the device does not exist.
 pub(super) fn gather_device(
     name: &str,
-    settings: &Settings,
+    settings: &DaemonSettings,
     configured_rss_device: Option<Box<dyn RssDevice>>,
-) -> Option<Device> {
+) -> Option<DeviceFacts> {
     let interface_index = if_nametoindex(name).ok()?;
     let interface_entries: Vec<_> =
         getifaddrs().into_iter().flatten().filter(|entry| entry.interface_name == name).collect();
     let up = InterfaceFlags::IFF_UP | InterfaceFlags::IFF_RUNNING;
     let mac_address = interface_entries.iter().find_map(|entry| entry.address.as_ref()?.as_link_addr()?.addr());
-    let rss_device = configured_rss_device.unwrap_or_else(|| Box::new(EthtoolRss::new(name)));
+    let rss_device = configured_rss_device.unwrap_or_else(|| Box::new(EthtoolRssDevice::new(name)));
     let driver_name = ethtool::driver_name(name).unwrap_or_default();
     let rss_conflicts = RssConflicts::gather(name);
-    Some(Device {
+    Some(DeviceFacts {
         is_up: interface_entries.iter().any(|entry| entry.flags.contains(up)),
         is_ethernet: mac_address.is_some_and(|mac| mac != [0; 6]),
-        mtu: device::interface_mtu_bytes(name).unwrap_or(0),
+        mtu_bytes: device::interface_mtu_bytes(name).unwrap_or(0),
         moves_open_connections: moves_open_connections(name, &driver_name, &rss_conflicts),
         strips_vlan_tags: ethtool::strips_vlan_tags(name).unwrap_or(false),
         vlan_devices: find_vlan_devices(name),
@@ -41,7 +41,7 @@ pub(super) fn gather_device(
             .collect(),
         xdp: device::query_xdp_state(interface_index).unwrap_or_default(),
         veth_peer_has_xdp: coreward_dataplane::veth::peer_has_native_xdp(interface_index),
-        xdp_send_errors: coreward_dataplane::ethtool::xdp_transmit_errors(name),
+        xdp_send_errors: coreward_dataplane::ethtool::xdp_transmit_error_counters(name),
         own_program_id: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program_id(pins).ok().flatten()),
         rss_conflicts,
         interrupts_by_queue: queues::receive_queue_interrupts(name),
@@ -52,7 +52,7 @@ pub(super) fn gather_device(
                 RssError::NoIndirectionTable(_) => RssProblem::NoIndirectionTable(error.to_string()),
                 _ => RssProblem::UnsupportedHash(error.to_string()),
             }),
-        is_sysfs_visible: sysfs::device_directory(name).is_some(),
+        is_sysfs_visible: sysfs::network_device_directory(name).is_some(),
     })
 }
 
@@ -68,7 +68,7 @@ fn moves_open_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts
 }
 
 fn find_vlan_devices(name: &str) -> Vec<String> {
-    let Some(directory) = sysfs::device_directory(name) else { return vec![] };
+    let Some(directory) = sysfs::network_device_directory(name) else { return vec![] };
     let upper_device_name =
         |entry: std::fs::DirEntry| Some(entry.file_name().to_str()?.strip_prefix("upper_")?.to_owned());
     let is_vlan = |upper_device_name: &String| {

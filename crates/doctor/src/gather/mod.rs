@@ -20,23 +20,23 @@ use nix::net::if_::InterfaceFlags;
 use nix::sys::resource::{Resource, getrlimit};
 
 use crate::facts::{
-    Address, BpfFileSystem, Clock, Facts, IPV6_FORWARDING_SYSCTL, Kernel, Role, Service, Settings, device_sysctl_path,
-    disable_ipv6_sysctl_path,
+    BpfFileSystem, ClockFacts, DaemonSettings, DeviceAddress, IPV6_FORWARDING_SYSCTL, KernelFacts, MachineFacts,
+    MachineRole, ServiceFacts, device_sysctl_path, disable_ipv6_sysctl_path,
 };
-pub use settings::CliOptions;
+pub use settings::DoctorOptions;
 
 const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
 /// Returns facts about this machine. Facts that cannot be read are recorded as unknown. Fails if the configuration file
 /// or the options are invalid.
-pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
+pub fn gather_facts(options: &DoctorOptions) -> anyhow::Result<MachineFacts> {
     let gathered_settings = options.gather_settings()?;
     let (role, settings) = (gathered_settings.role, gathered_settings.settings);
     let (tls_files, machine_name) = (gathered_settings.tls_files.as_ref(), gathered_settings.machine_name.as_deref());
     let fleet_facts = controller::query_controllers(role, &settings.controllers, tls_files, machine_name);
     let missing_capabilities = capabilities::missing_capabilities()?;
     let pin_directory = settings.pin_directory.as_deref().unwrap_or(Path::new(DEFAULT_PIN_DIRECTORY));
-    Ok(Facts {
+    Ok(MachineFacts {
         role,
         kernel: gather_kernel(role, missing_capabilities.is_empty()),
         open_files_limit: getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard),
@@ -51,7 +51,7 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
         default_route_devices: parse_default_route_devices(
             &fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default(),
         ),
-        cpu_count: std::thread::available_parallelism().map_or(1, usize::from),
+        online_cpu_count: std::thread::available_parallelism().map_or(1, usize::from),
         clock: gather_clock(),
         netfilter: netfilter::gather_netfilter(),
         controller_answer: fleet_facts.controller_answer,
@@ -60,7 +60,7 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
         future_dated_report_count: fleet_facts.future_dated_report_count,
         announcement: settings.announcement_table.map(announcement::gather_announcement),
         controller_facts: gathered_settings.controller_facts,
-        polling_threads: if role == Role::Server { polling::find_polling_threads() } else { Vec::new() },
+        polling_threads: if role == MachineRole::Server { polling::find_polling_threads() } else { Vec::new() },
         certificates: certificates::gather_certificates(role, tls_files, machine_name)?,
         settings,
         missing_capabilities,
@@ -68,25 +68,29 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
 }
 
 /// Returns all services to check. At a server, each contains its sockets.
-fn gather_services(role: Role, additional_services: Vec<Service>, fleet_services: Vec<Service>) -> Vec<Service> {
+fn gather_services(
+    role: MachineRole,
+    additional_services: Vec<ServiceFacts>,
+    fleet_services: Vec<ServiceFacts>,
+) -> Vec<ServiceFacts> {
     let mut services = additional_services;
     services.extend(fleet_services);
-    if role == Role::Server {
+    if role == MachineRole::Server {
         services.iter_mut().for_each(|service| service.sockets = Some(sockets::gather_sockets(&service.address)));
     }
     services
 }
 
-fn gather_kernel(role: Role, has_capabilities: bool) -> Kernel {
+fn gather_kernel(role: MachineRole, has_capabilities: bool) -> KernelFacts {
     let kernel_release =
         nix::sys::utsname::uname().map_or_else(|_| String::new(), |name| name.release().to_string_lossy().into());
     let program_names: &[&str] = match role {
-        Role::Lb => &["lb"],
-        Role::Server => &["server", "steer", "cpu_load"],
-        Role::Controller => &[],
+        MachineRole::Lb => &["lb"],
+        MachineRole::Server => &["server", "steer", "cpu_load"],
+        MachineRole::Controller => &[],
     };
     let load_results = if has_capabilities { check::load_programs(program_names) } else { Vec::new() };
-    Kernel {
+    KernelFacts {
         release: kernel_release,
         has_btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
         program_load_results: load_results
@@ -117,31 +121,37 @@ fn find_bpf_file_system(pin_directory: &Path) -> BpfFileSystem {
     let file_system_type = nix::sys::statfs::statfs(existing_directory).map(|status| status.filesystem_type());
     BpfFileSystem {
         existing_directory: existing_directory.to_owned(),
-        is_bpf: file_system_type == Ok(nix::sys::statfs::BPF_FS_MAGIC),
+        is_bpf_file_system: file_system_type == Ok(nix::sys::statfs::BPF_FS_MAGIC),
     }
 }
 
-fn find_pin_takeover_problem(role: Role, settings: &Settings) -> Option<String> {
+fn find_pin_takeover_problem(role: MachineRole, settings: &DaemonSettings) -> Option<String> {
     let pin_directory = settings.pin_directory.as_deref()?;
     match role {
-        Role::Lb => lb::take_over_problem(pin_directory),
-        Role::Server => server::take_over_problem(pin_directory).unwrap_or_else(|error| Some(format!("{error:#}"))),
-        Role::Controller => None,
+        MachineRole::Lb => lb::take_over_problem(pin_directory),
+        MachineRole::Server => {
+            server::take_over_problem(pin_directory).unwrap_or_else(|error| Some(format!("{error:#}")))
+        }
+        MachineRole::Controller => None,
     }
 }
 
-fn gather_addresses() -> Vec<Address> {
+fn gather_addresses() -> Vec<DeviceAddress> {
     let interface_entries =
         getifaddrs().into_iter().flatten().filter(|entry| entry.flags.contains(InterfaceFlags::IFF_UP));
-    let to_address = |entry: nix::ifaddrs::InterfaceAddress| {
-        let ip = |address: Option<nix::sys::socket::SockaddrStorage>| {
+    let to_device_address = |entry: nix::ifaddrs::InterfaceAddress| {
+        let to_ip_address = |address: Option<nix::sys::socket::SockaddrStorage>| {
             let socket_address = address?;
             let ipv4_address = socket_address.as_sockaddr_in().map(|socket| IpAddr::from(socket.ip()));
             ipv4_address.or_else(|| socket_address.as_sockaddr_in6().map(|socket| IpAddr::from(socket.ip())))
         };
-        Some(Address { address: ip(entry.address)?, mask: ip(entry.netmask)?, device: entry.interface_name })
+        Some(DeviceAddress {
+            address: to_ip_address(entry.address)?,
+            mask: to_ip_address(entry.netmask)?,
+            device_name: entry.interface_name,
+        })
     };
-    interface_entries.filter_map(to_address).collect()
+    interface_entries.filter_map(to_device_address).collect()
 }
 
 /// Returns the devices of the default routes (0.0.0.0/0) in the text of /proc/net/route.
@@ -154,13 +164,13 @@ fn parse_default_route_devices(text: &str) -> BTreeSet<String> {
     text.lines().skip(1).filter_map(parse_default_route_device).collect()
 }
 
-fn gather_clock() -> Clock {
+fn gather_clock() -> ClockFacts {
     let clock_source = fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource");
     // SAFETY: the struct consists of integers, for which zero is valid; with modes 0 the call changes nothing.
     let mut timex: libc::timex = unsafe { std::mem::zeroed() };
     // SAFETY: the struct outlives the call.
     let adjtimex_result = unsafe { libc::adjtimex(&raw mut timex) };
-    Clock {
+    ClockFacts {
         clock_source: clock_source.unwrap_or_default().trim().to_owned(),
         is_synchronised: (adjtimex_result >= 0).then_some(timex.status & libc::STA_UNSYNC == 0),
     }
@@ -194,11 +204,11 @@ mod tests {
         assert!(
             gather_addresses()
                 .iter()
-                .any(|device_address| device_address.device == "lo" && device_address.address.is_loopback())
+                .any(|device_address| device_address.device_name == "lo" && device_address.address.is_loopback())
         );
-        assert!(gather_kernel(Role::Lb, false).release.starts_with(|digit: char| digit.is_ascii_digit()));
+        assert!(gather_kernel(MachineRole::Lb, false).release.starts_with(|digit: char| digit.is_ascii_digit()));
         assert!(read_sysctls(Some("lo")).contains_key("net/ipv4/conf/lo/arp_ignore"));
-        assert!(!find_bpf_file_system(Path::new("/proc/no/such/place")).is_bpf);
+        assert!(!find_bpf_file_system(Path::new("/proc/no/such/place")).is_bpf_file_system);
     }
 
     #[test]

@@ -10,12 +10,12 @@ use std::process::Command;
 use coreward_model::tuple::Protocol;
 use serde_json::Value;
 
-use crate::facts::Netfilter;
-use crate::nat_rules::{MatchCondition, NatRule, NetfilterChain};
+use crate::facts::NetfilterFacts;
+use crate::nat_rules::{DestinationCondition, NatRule, NetfilterChain};
 
-pub(super) fn gather_netfilter() -> Netfilter {
+pub(super) fn gather_netfilter() -> NetfilterFacts {
     let legacy_tables_text = fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap_or_default();
-    Netfilter { chains: read_ruleset(), legacy_tables: legacy_tables_text.lines().map(str::to_owned).collect() }
+    NetfilterFacts { chains: read_ruleset(), legacy_tables: legacy_tables_text.lines().map(str::to_owned).collect() }
 }
 
 fn read_ruleset() -> Result<Vec<NetfilterChain>, String> {
@@ -36,13 +36,13 @@ fn read_ruleset() -> Result<Vec<NetfilterChain>, String> {
 fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
     let ruleset_objects = ruleset["nftables"].as_array().map_or(&[][..], Vec::as_slice);
     let to_text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let qualified_name = |object: &Value, chain: &str| {
+    let format_qualified_name = |object: &Value, chain: &str| {
         format!("{} {} {}", to_text(&object["family"]), to_text(&object["table"]), to_text(&object[chain]))
     };
     let mut chains_by_name: BTreeMap<String, NetfilterChain> = BTreeMap::new();
     for chain in ruleset_objects.iter().filter_map(|object| object.get("chain")) {
         let new_chain = NetfilterChain {
-            qualified_name: qualified_name(chain, "name"),
+            qualified_name: format_qualified_name(chain, "name"),
             hook_name: to_text(&chain["hook"]),
             drops_by_default: chain["policy"] == "drop",
             // Chains of type nat always track connections.
@@ -52,7 +52,7 @@ fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
         chains_by_name.insert(new_chain.qualified_name.clone(), new_chain);
     }
     for rule in ruleset_objects.iter().filter_map(|object| object.get("rule")) {
-        let Some(chain) = chains_by_name.get_mut(&qualified_name(rule, "chain")) else { continue };
+        let Some(chain) = chains_by_name.get_mut(&format_qualified_name(rule, "chain")) else { continue };
         let expressions = rule["expr"].as_array().map_or(&[][..], Vec::as_slice);
         chain.accepts_packets |=
             expressions.iter().any(|expression| contains_any_key(expression, &["accept", "jump", "goto", "vmap"]));
@@ -105,7 +105,7 @@ fn add_jump_targets(value: &Value, qualified_table: &str, jump_targets: &mut Vec
 }
 
 /// Adds the conditions in a `match` expression. If the expression has an unknown form, adds none.
-fn add_match_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>) {
+fn add_match_conditions(expression: &Value, conditions: &mut Vec<DestinationCondition>) {
     if expression["op"] != "==" {
         return;
     }
@@ -115,14 +115,20 @@ fn add_match_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>
     match (header, field) {
         (Some("ip" | "ip6"), Some("daddr")) => {
             conditions.extend(
-                matched_values.iter().map(parse_address_range).collect::<Option<_>>().map(MatchCondition::Address),
+                matched_values
+                    .iter()
+                    .map(parse_address_range)
+                    .collect::<Option<_>>()
+                    .map(DestinationCondition::Address),
             );
         }
         (Some(header), Some("dport")) => {
-            conditions
-                .extend(matched_values.iter().map(parse_port_range).collect::<Option<_>>().map(MatchCondition::Port));
-            conditions
-                .extend(parse_protocol(&Value::from(header)).map(|protocol| MatchCondition::Protocol(vec![protocol])));
+            conditions.extend(
+                matched_values.iter().map(parse_port_range).collect::<Option<_>>().map(DestinationCondition::Port),
+            );
+            conditions.extend(
+                parse_protocol(&Value::from(header)).map(|protocol| DestinationCondition::Protocol(vec![protocol])),
+            );
         }
         (Some("ip"), Some("protocol")) | (Some("ip6"), Some("nexthdr")) => {
             add_protocol_condition(matched_values, conditions)
@@ -133,9 +139,9 @@ fn add_match_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>
 }
 
 /// Adds a condition on the protocol. Omits protocols that services cannot use, so that they match no service.
-fn add_protocol_condition(values: &[Value], conditions: &mut Vec<MatchCondition>) {
+fn add_protocol_condition(values: &[Value], conditions: &mut Vec<DestinationCondition>) {
     if values.iter().all(|value| value.is_string() || value.is_u64()) {
-        conditions.push(MatchCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));
+        conditions.push(DestinationCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));
     }
 }
 
@@ -190,7 +196,7 @@ mod tests {
     use super::*;
 
     /// Ruleset in JSON, in the form that nft 1.0.6 prints.
-    const RULESET: &str = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
+    const RULESET_JSON: &str = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
         {"table": {"family": "ip", "name": "filter", "handle": 1}},
         {"chain": {"family": "ip", "table": "filter", "name": "input", "handle": 1, "type": "filter",
             "hook": "input", "prio": 0, "policy": "drop"}},
@@ -210,8 +216,8 @@ mod tests {
 
     #[test]
     fn parsed_chains_summarize_their_rules() {
-        let parsed_chains = parse_chains(&serde_json::from_str(RULESET).unwrap());
-        let of = |name: &str| {
+        let parsed_chains = parse_chains(&serde_json::from_str(RULESET_JSON).unwrap());
+        let find_chain = |name: &str| {
             parsed_chains.iter().find(|chain| chain.qualified_name == format!("ip filter {name}")).unwrap().clone()
         };
         let new_chain = |name: &str, hook: &str| NetfilterChain {
@@ -220,7 +226,7 @@ mod tests {
             ..NetfilterChain::default()
         };
         assert_eq!(
-            of("input"),
+            find_chain("input"),
             NetfilterChain {
                 drops_by_default: true,
                 accepts_packets: true,
@@ -228,11 +234,11 @@ mod tests {
                 ..new_chain("input", "input")
             }
         );
-        assert_eq!(of("raw"), NetfilterChain { exempts_from_tracking: true, ..new_chain("raw", "prerouting") });
-        assert_eq!(of("own"), NetfilterChain { tracks_connections: true, ..new_chain("own", "") });
+        assert_eq!(find_chain("raw"), NetfilterChain { exempts_from_tracking: true, ..new_chain("raw", "prerouting") });
+        assert_eq!(find_chain("own"), NetfilterChain { tracks_connections: true, ..new_chain("own", "") });
         let translating_rule = NatRule { changes_destination: true, ..NatRule::default() };
         assert_eq!(
-            of("out"),
+            find_chain("out"),
             NetfilterChain {
                 tracks_connections: true,
                 rules: vec![translating_rule],
@@ -252,18 +258,18 @@ mod tests {
             {"match": {"op": "==", "left": {"meta": {"key": "l4proto"}}, "right": "tcp"}},
             {"match": {"op": "==", "left": {"payload": {"protocol": "tcp", "field": "dport"}}, "right": 8080}},
             {"counter": {"packets": 0, "bytes": 0}}, {"xt": {"type": "target", "name": "DNAT"}}]"#;
-        let tcp_condition = || MatchCondition::Protocol(vec![Protocol::Tcp]);
-        let conditions = vec![tcp_condition(), MatchCondition::Port(vec![8080..=8080]), tcp_condition()];
+        let new_tcp_condition = || DestinationCondition::Protocol(vec![Protocol::Tcp]);
+        let conditions = vec![new_tcp_condition(), DestinationCondition::Port(vec![8080..=8080]), new_tcp_condition()];
         assert_eq!(parse_rule(docker_rule), NatRule { conditions, changes_destination: true, jump_targets: vec![] });
         let prefix_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
             "right": {"prefix": {"addr": "10.96.0.0", "len": 12}}}}, {"jump": {"target": "KUBE-SERVICES"}}]"#;
         let address_range = "10.96.0.0".parse().unwrap()..="10.111.255.255".parse().unwrap();
-        let conditions = vec![MatchCondition::Address(vec![address_range])];
+        let conditions = vec![DestinationCondition::Address(vec![address_range])];
         let jump_targets = vec!["ip nat KUBE-SERVICES".to_owned()];
         assert_eq!(parse_rule(prefix_rule), NatRule { conditions, changes_destination: false, jump_targets });
         let set_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "th", "field": "dport"}},
             "right": {"set": [80, {"range": [8000, 8010]}]}}}, {"redirect": {"port": 3128}}]"#;
-        assert_eq!(parse_rule(set_rule).conditions, [MatchCondition::Port(vec![80..=80, 8000..=8010])]);
+        assert_eq!(parse_rule(set_rule).conditions, [DestinationCondition::Port(vec![80..=80, 8000..=8010])]);
         // Named sets are not resolved, so the rule may match any packet.
         let named_set_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
             "right": "@vips"}}, {"dnat": {"addr": "10.0.0.1"}}]"#;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::facts::PollingThread;
 
 /// Time between two samples of the threads. Below full load, a serving thread sleeps at least once within it.
-const SAMPLE_DURATION: Duration = Duration::from_millis(500);
+const THREAD_SAMPLE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Thread that is running or runnable. It contains the number of voluntary context switches, each of which is a wait.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub fn find_polling_threads() -> Vec<PollingThread> {
     if first_sample.is_empty() {
         return vec![];
     }
-    std::thread::sleep(SAMPLE_DURATION);
+    std::thread::sleep(THREAD_SAMPLE_INTERVAL);
     let second_sample = read_runnable_threads();
     let to_polling_thread = |(thread, now): (u32, RunnableThread)| {
         (first_sample.get(&thread) == Some(&now)).then_some(PollingThread {
@@ -75,12 +75,12 @@ mod tests {
 
     #[test]
     fn only_pinned_runnable_threads_are_polling_candidates() {
-        let status_text = |state: &str, cpus: &str| {
+        let format_status = |state: &str, cpus: &str| {
             format!("Name:\tdpdk\nState:\t{state}\nCpus_allowed_list:\t{cpus}\nvoluntary_ctxt_switches:\t7\n")
         };
         let expected = RunnableThread { thread_name: "dpdk".to_owned(), cpu: 3, voluntary_switch_count: 7 };
-        assert_eq!(parse_thread_status(&status_text("R (running)", "3")), Some(expected));
-        assert_eq!(parse_thread_status(&status_text("S (sleeping)", "3")), None);
-        assert_eq!(parse_thread_status(&status_text("R (running)", "0-3")), None);
+        assert_eq!(parse_thread_status(&format_status("R (running)", "3")), Some(expected));
+        assert_eq!(parse_thread_status(&format_status("S (sleeping)", "3")), None);
+        assert_eq!(parse_thread_status(&format_status("R (running)", "0-3")), None);
     }
 }

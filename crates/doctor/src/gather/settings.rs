@@ -9,29 +9,29 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, ensure};
 use coreward_agent::config as agent;
 use coreward_agent::rss::RssDevice;
-use coreward_agent::rss::ethtool::EthtoolRss;
-use coreward_agent::rss::testbed::TestbedRss;
+use coreward_agent::rss::ethtool::EthtoolRssDevice;
+use coreward_agent::rss::testbed::TestbedRssDevice;
 use coreward_control_server::config::{ControllerConfig, StoreLocation};
 use coreward_dataplane::lb::XdpMode;
-use coreward_lb::config::Config as LbConfig;
+use coreward_lb::config::LoadBalancerConfig as LbConfig;
 use coreward_model::ServiceAddress;
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 use coreward_tls::CredentialFiles;
 use nix::sys::statvfs;
 
 use super::{controller, find_bind_problem, parent_directory};
-use crate::facts::{ControllerFacts, Role, Service, Settings, StoreFacts};
+use crate::facts::{ControllerFacts, DaemonSettings, MachineRole, ServiceFacts, StoreFacts};
 
 /// Minimum free disk space for a store, in bytes. A new store file of redb takes half of it.
 const MIN_FREE_STORE_BYTES: u64 = 1 << 20;
 
 #[derive(Debug, Clone, Default)]
-pub struct CliOptions {
+pub struct DoctorOptions {
     pub config_file: Option<PathBuf>,
     /// Network device. It overrides the device in the configuration file.
     pub interface_override: Option<String>,
     /// Role of the machine. It is required if there is no configuration file.
-    pub role: Option<Role>,
+    pub role: Option<MachineRole>,
     /// Address of the controller. It overrides the addresses in the configuration file.
     pub controller_override: Option<SocketAddr>,
     /// Services to check in addition to those that the controller lists.
@@ -39,17 +39,17 @@ pub struct CliOptions {
 }
 
 pub(super) struct GatheredSettings {
-    pub role: Role,
-    pub settings: Settings,
+    pub role: MachineRole,
+    pub settings: DaemonSettings,
     /// Name of this machine in the controller's fleet.
     pub machine_name: Option<String>,
     pub tls_files: Option<CredentialFiles>,
     pub rss_device: Option<Box<dyn RssDevice>>,
-    pub services: Vec<Service>,
+    pub services: Vec<ServiceFacts>,
     pub controller_facts: Option<ControllerFacts>,
 }
 
-impl CliOptions {
+impl DoctorOptions {
     pub(super) fn gather_settings(&self) -> anyhow::Result<GatheredSettings> {
         let role = match (&self.config_file, self.role) {
             (_, Some(role)) => role,
@@ -69,27 +69,27 @@ impl CliOptions {
         if let Some(controller) = self.controller_override {
             gathered_settings.settings.controllers = vec![controller];
         }
-        let to_service = |address: &ServiceAddress| Service {
+        let to_service_facts = |address: &ServiceAddress| ServiceFacts {
             name: "service".to_owned(),
             address: *address,
             is_stamped_by_lb: false,
             is_stamped: true,
-            forwarding: Forwarding::default(),
+            forwarding: ForwardingMode::default(),
             sockets: None,
         };
-        gathered_settings.services = self.additional_services.iter().map(to_service).collect();
+        gathered_settings.services = self.additional_services.iter().map(to_service_facts).collect();
         Ok(gathered_settings)
     }
 }
 
 /// Returns the role of the daemon that uses this file. Detects it by a key that the files of other roles do not have.
-fn detect_role(file: &Path) -> anyhow::Result<Role> {
+fn detect_role(file: &Path) -> anyhow::Result<MachineRole> {
     let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
     let table: toml::Table = text.parse().with_context(|| format!("{}", file.display()))?;
     let role = if table.contains_key("store") || table.contains_key("etcd") {
-        Role::Controller
+        MachineRole::Controller
     } else if table.get("server").is_some_and(toml::Value::is_str) {
-        Role::Server
+        MachineRole::Server
     } else {
         ensure!(
             table.contains_key("interface"),
@@ -97,19 +97,19 @@ fn detect_role(file: &Path) -> anyhow::Result<Role> {
              balancer's): expected the file of a daemon, or --role",
             file.display()
         );
-        Role::Lb
+        MachineRole::Lb
     };
     Ok(role)
 }
 
-fn gather_default_settings(role: Role) -> GatheredSettings {
-    let default_settings = Settings {
+fn gather_default_settings(role: MachineRole) -> GatheredSettings {
+    let default_settings = DaemonSettings {
         interface: None,
         pin_directory: None,
         controllers: Vec::new(),
         manage_timestamps: true,
         reports_cpu_time_as_load: true,
-        steer: agent::Steer::default(),
+        steer: agent::SteeringMode::default(),
         xdp_mode: XdpMode::default(),
         announcement_table: None,
     };
@@ -124,18 +124,18 @@ fn gather_default_settings(role: Role) -> GatheredSettings {
     }
 }
 
-fn gather_file_settings(role: Role, file: &Path) -> anyhow::Result<GatheredSettings> {
+fn gather_file_settings(role: MachineRole, file: &Path) -> anyhow::Result<GatheredSettings> {
     match role {
-        Role::Lb => read_lb_file(file),
-        Role::Server => read_agent_file(file),
-        Role::Controller => read_controller_file(file),
+        MachineRole::Lb => read_lb_file(file),
+        MachineRole::Server => read_agent_file(file),
+        MachineRole::Controller => read_controller_file(file),
     }
 }
 
 fn read_lb_file(file: &Path) -> anyhow::Result<GatheredSettings> {
-    let gathered_settings = gather_default_settings(Role::Lb);
+    let gathered_settings = gather_default_settings(MachineRole::Lb);
     let config = LbConfig::load(file)?;
-    let settings = Settings {
+    let settings = DaemonSettings {
         interface: Some(config.interface),
         pin_directory: Some(config.pin_directory),
         controllers: config.controllers.addresses().to_vec(),
@@ -147,18 +147,20 @@ fn read_lb_file(file: &Path) -> anyhow::Result<GatheredSettings> {
 }
 
 fn read_agent_file(file: &Path) -> anyhow::Result<GatheredSettings> {
-    let gathered_settings = gather_default_settings(Role::Server);
-    let config = agent::Config::load(file)?;
+    let gathered_settings = gather_default_settings(MachineRole::Server);
+    let config = agent::AgentConfig::load(file)?;
     let rss_device: Box<dyn RssDevice> = match &config.rss {
-        agent::Rss::Ethtool {} => Box::new(EthtoolRss::new(&config.interface)),
-        agent::Rss::Testbed { path, entries } => Box::new(TestbedRss::new(path.clone(), &config.interface, *entries)),
+        agent::RssSourceConfig::Ethtool {} => Box::new(EthtoolRssDevice::new(&config.interface)),
+        agent::RssSourceConfig::Testbed { path, entries } => {
+            Box::new(TestbedRssDevice::new(path.clone(), &config.interface, *entries))
+        }
     };
-    let settings = Settings {
+    let settings = DaemonSettings {
         interface: Some(config.interface),
         pin_directory: Some(config.pin_directory),
         controllers: config.controllers.addresses().to_vec(),
         manage_timestamps: config.manage_timestamps,
-        reports_cpu_time_as_load: matches!(config.load, agent::Load::Cpu {}),
+        reports_cpu_time_as_load: matches!(config.load, agent::LoadSourceConfig::Cpu {}),
         steer: config.steer,
         ..gathered_settings.settings
     };
@@ -177,7 +179,7 @@ fn read_controller_file(file: &Path) -> anyhow::Result<GatheredSettings> {
     Ok(GatheredSettings {
         controller_facts: Some(controller_facts),
         tls_files: config.credential_files,
-        ..gather_default_settings(Role::Controller)
+        ..gather_default_settings(MachineRole::Controller)
     })
 }
 
@@ -250,7 +252,7 @@ fn try_write_unnamed_file(directory: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn detect_role_in_text(text: &str) -> Result<Role, String> {
+    fn detect_role_in_text(text: &str) -> Result<MachineRole, String> {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
         detect_role(file.path()).map_err(|error| format!("{error:#}"))
@@ -260,10 +262,10 @@ mod tests {
     fn role_is_detected_from_the_keys_of_the_file() {
         assert_eq!(
             detect_role_in_text("listen = \"x\"\nstore = \"y\"\n[[server]]\nname = \"s1\"\n"),
-            Ok(Role::Controller)
+            Ok(MachineRole::Controller)
         );
-        assert_eq!(detect_role_in_text("server = \"s1\"\ninterface = \"eth0\"\n"), Ok(Role::Server));
-        assert_eq!(detect_role_in_text("name = \"lb1\"\ninterface = \"eth0\"\n"), Ok(Role::Lb));
+        assert_eq!(detect_role_in_text("server = \"s1\"\ninterface = \"eth0\"\n"), Ok(MachineRole::Server));
+        assert_eq!(detect_role_in_text("name = \"lb1\"\ninterface = \"eth0\"\n"), Ok(MachineRole::Lb));
         assert!(
             detect_role_in_text("name = \"lb1\"\n").unwrap_err().contains("expected the file of a daemon, or --role")
         );
@@ -272,12 +274,12 @@ mod tests {
 
     #[test]
     fn either_config_file_or_role_option_is_required() {
-        let error = CliOptions::default().gather_settings().err().unwrap().to_string();
+        let error = DoctorOptions::default().gather_settings().err().unwrap().to_string();
         assert!(error.contains("--role lb, server or controller"), "{error}");
-        let cli_options = CliOptions {
-            role: Some(Role::Server),
+        let cli_options = DoctorOptions {
+            role: Some(MachineRole::Server),
             interface_override: Some("eth7".to_owned()),
-            ..CliOptions::default()
+            ..DoctorOptions::default()
         };
         assert_eq!(cli_options.gather_settings().unwrap().settings.interface.as_deref(), Some("eth7"));
     }

@@ -8,13 +8,13 @@ use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 use nix::sys::socket::{getsockopt, sockopt};
 
-use crate::facts::Sockets;
+use crate::facts::ServiceSocketFacts;
 
-pub(super) fn gather_sockets(service: &ServiceAddress) -> Result<Sockets, String> {
+pub(super) fn gather_sockets(service: &ServiceAddress) -> Result<ServiceSocketFacts, String> {
     try_gather_sockets(service).map_err(|error| format!("{error:#}"))
 }
 
-fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<Sockets> {
+fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<ServiceSocketFacts> {
     let socket_inodes = match service.protocol {
         Protocol::Tcp => listeners::tcp_listener_inodes(service.vip_and_port)?,
         Protocol::Udp => listeners::udp_socket_inodes(service.vip_and_port)?,
@@ -37,5 +37,5 @@ fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<Sockets> {
         getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()
     });
     let worker_cpus = listeners_by_inode.into_values().map(|listener| listener.cpu_affinity).collect();
-    Ok(Sockets { socket_count: socket_inodes.len(), has_reuseport, worker_cpus })
+    Ok(ServiceSocketFacts { socket_count: socket_inodes.len(), has_reuseport, worker_cpus })
 }

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{FromToml, Reader, Spanned, parse_text, serde_json};
+use coreward_config::{FromToml, Spanned, TomlReader, parse_text, serde_json};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
@@ -58,15 +58,17 @@ impl Vip {
 }
 
 impl FromToml for Vip {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {
             let parsed_vip = text.parse::<SocketAddr>().map_err(|_| "");
             let valid_vip = parsed_vip.and_then(|vip| vip_error(vip).map_or(Ok(vip), Err));
-            valid_vip.map(Vip).map_err(|reason| format!("VIP {text:?}{reason}: expected {}", Self::expected()))
+            valid_vip
+                .map(Vip)
+                .map_err(|reason| format!("VIP {text:?}{reason}: expected {}", Self::describe_valid_values()))
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "an address that one host can have and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\""
             .to_owned()
     }
@@ -80,11 +82,11 @@ impl FromToml for Vip {
 pub struct ServerAddress(pub IpAddr);
 
 impl FromToml for ServerAddress {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         read_host_address("server address", value, reader).map(Self)
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         EXPECTED_HOST_ADDRESS.to_owned()
     }
 
@@ -98,11 +100,11 @@ impl FromToml for ServerAddress {
 pub struct BalancerAddress(pub IpAddr);
 
 impl FromToml for BalancerAddress {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         read_host_address("load balancer's address", value, reader).map(Self)
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         EXPECTED_HOST_ADDRESS.to_owned()
     }
 
@@ -114,7 +116,7 @@ impl FromToml for BalancerAddress {
 const EXPECTED_HOST_ADDRESS: &str = "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
 
 /// Reads the address of a host. Diagnostics use the name `address_name` for it.
-fn read_host_address(address_name: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
+fn read_host_address(address_name: &str, value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<IpAddr> {
     parse_text(value, reader, |text| {
         let parsed_address = text.parse::<IpAddr>().map_err(|_| "");
         let valid_address = parsed_address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));

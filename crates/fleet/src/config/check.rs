@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use coreward_config::{BoundedDuration, Reader, Span, Spanned, format_duration};
+use coreward_config::{BoundedDuration, Span, Spanned, TomlReader, format_duration};
 use coreward_intf as intf;
 use coreward_model::consistency::TimestampOrigin;
 use coreward_model::lb_stamping;
@@ -13,14 +13,14 @@ use coreward_model::placement::BucketCount;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::ServiceIndex;
 
-use super::file::{FleetFile, Server};
-use super::service::{self, Service};
+use super::file::{FleetFile, FleetServerTable};
+use super::service::{self, FleetServiceTable};
 use super::unique::UniqueValues;
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, racks, transfer};
 
 /// Checks the fleet document and converts it. Mistakes are stored in the reader. After a mistake, the result is
 /// incomplete.
-pub fn check_fleet(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
+pub fn check_fleet(file: FleetFile, reader: &mut TomlReader<'_>) -> FleetConfig {
     let max_connection_lifetime = file.max_connection_lifetime.0;
     let key_rotation = file
         .key_rotation
@@ -48,7 +48,7 @@ pub fn check_fleet(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     }
 }
 
-fn check_service_count_per_server(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
+fn check_service_count_per_server(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut TomlReader<'_>) {
     let mut service_count_by_server = vec![0u32; servers.len()];
     for server in services.iter().flat_map(|service| &service.server_positions) {
         service_count_by_server[*server] += 1;
@@ -56,7 +56,7 @@ fn check_service_count_per_server(servers: &[ServerConfig], services: &[ServiceC
     let max_service_count = intf::MAX_SERVICES_OF_SERVER;
     for (server, count) in servers.iter().zip(service_count_by_server).filter(|(_, count)| *count > max_service_count) {
         let message = format!("server {:?} is in {count} services: expected at most {max_service_count}", server.name);
-        reader.report(server.span.clone(), message);
+        reader.report_mistake(server.span.clone(), message);
     }
 }
 
@@ -65,7 +65,7 @@ fn check_service_count_per_server(servers: &[ServerConfig], services: &[ServiceC
 fn check_key_rotation<const MIN: u64, const MAX: u64>(
     interval: &Spanned<BoundedDuration<MIN, MAX>>,
     max_connection_lifetime: Duration,
-    reader: &mut Reader<'_>,
+    reader: &mut TomlReader<'_>,
 ) -> Duration {
     let BoundedDuration(rotation_interval) = *interval.get_ref();
     if rotation_interval < max_connection_lifetime {
@@ -75,7 +75,7 @@ fn check_key_rotation<const MIN: u64, const MAX: u64>(
             "a key rotation every {rotation_interval}, but a cookie may live {max_connection_lifetime} \
              (`max_connection_lifetime`): expected no less than that"
         );
-        reader.report(interval.span(), message);
+        reader.report_mistake(interval.span(), message);
     }
     rotation_interval
 }
@@ -85,17 +85,17 @@ fn entries_within_limit<'a, T>(
     entries: &'a [Spanned<T>],
     max_count: usize,
     excess_message: impl FnOnce(usize) -> String,
-    reader: &mut Reader<'_>,
+    reader: &mut TomlReader<'_>,
 ) -> &'a [Spanned<T>] {
     let Some(first_excess_entry) = entries.get(max_count) else { return entries };
-    reader.report(first_excess_entry.span(), excess_message(entries.len()));
+    reader.report_mistake(first_excess_entry.span(), excess_message(entries.len()));
     &entries[..max_count]
 }
 
 fn check_server_entries(
-    server_entries: &[Spanned<Server>],
+    server_entries: &[Spanned<FleetServerTable>],
     known_racks: Option<&BTreeSet<String>>,
-    reader: &mut Reader<'_>,
+    reader: &mut TomlReader<'_>,
 ) -> Vec<ServerConfig> {
     let too_many_servers_message =
         |count: usize| format!("{count} servers: expected at most {}, all that a cookie holds", ServerId::COUNT);
@@ -139,7 +139,11 @@ struct ServiceChecker<'a> {
 }
 
 impl ServiceChecker<'_> {
-    fn check_services(&self, entries: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
+    fn check_services(
+        &self,
+        entries: &[Spanned<FleetServiceTable>],
+        reader: &mut TomlReader<'_>,
+    ) -> Vec<ServiceConfig> {
         let too_many_services_message =
             |count: usize| format!("{count} services: expected at most {}", ServiceIndex::COUNT);
         // The services beyond the limit are skipped, because each of them may list all servers.
@@ -161,10 +165,10 @@ impl ServiceChecker<'_> {
     /// Checks a service, except that its name is unique. Returns `None` if a required value is missing or invalid.
     fn check_service(
         &self,
-        entry: &Spanned<Service>,
+        entry: &Spanned<FleetServiceTable>,
         server_position_by_name: &HashMap<&str, usize>,
         vips: &mut UniqueValues<ServiceAddress>,
-        reader: &mut Reader<'_>,
+        reader: &mut TomlReader<'_>,
     ) -> Option<ServiceConfig> {
         let service_entry = entry.get_ref();
         let server_positions = self.server_positions(service_entry, server_position_by_name, reader);
@@ -208,20 +212,20 @@ impl ServiceChecker<'_> {
 
     /// Rejects a server whose address is a VIP. It would be unreachable, because every server has the VIP on its
     /// loopback.
-    fn reject_server_at_vip(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
+    fn reject_server_at_vip(&self, vip: IpAddr, span: &Span, reader: &mut TomlReader<'_>) {
         if let Some(server) = self.servers.iter().find(|server| server.address == vip) {
             let message =
                 format!("VIP {vip} is also the address of server {:?}: expected an address of its own", server.name);
-            reader.report(span.clone(), message);
+            reader.report_mistake(span.clone(), message);
         }
     }
 
     /// Returns the positions of the service's servers, or those of all servers if the service lists none.
     fn server_positions(
         &self,
-        service: &Service,
+        service: &FleetServiceTable,
         server_position_by_name: &HashMap<&str, usize>,
-        reader: &mut Reader<'_>,
+        reader: &mut TomlReader<'_>,
     ) -> Vec<usize> {
         let Some(member_names) = &service.servers else {
             return (0..self.servers.len()).collect();
@@ -255,7 +259,7 @@ impl ServiceChecker<'_> {
 fn check_server_ids_fit_cookie<'a>(
     service_name: &str,
     pool_servers: impl Iterator<Item = &'a ServerConfig>,
-    reader: &mut Reader<'_>,
+    reader: &mut TomlReader<'_>,
 ) {
     for (id, span) in
         pool_servers.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_carry_server_id(*id))
@@ -265,6 +269,6 @@ fn check_server_ids_fit_cookie<'a>(
              that its cookies hold, or none to have one drawn",
             lb_stamping::STAMPABLE_SERVER_ID_COUNT - 1
         );
-        reader.report(span.clone(), message);
+        reader.report_mistake(span.clone(), message);
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use coreward_config::Source;
+use coreward_config::TomlSource;
 use coreward_config::toml::{Table, Value};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,8 +61,8 @@ impl fmt::Display for DocumentChange {
             Self::Removed { subject } => write!(f, "- {subject}"),
             Self::Changed { subject, key, old, new } => {
                 let subject = if subject.is_empty() { "fleet" } else { subject };
-                let display_value = |value: &Option<String>| value.clone().unwrap_or_else(|| "(default)".to_owned());
-                write!(f, "~ {subject}: {key} {} -> {}", display_value(old), display_value(new))
+                let format_value = |value: &Option<String>| value.clone().unwrap_or_else(|| "(default)".to_owned());
+                write!(f, "~ {subject}: {key} {} -> {}", format_value(old), format_value(new))
             }
         }
     }
@@ -70,7 +70,7 @@ impl fmt::Display for DocumentChange {
 
 /// Returns the changes from `old_source` to `new_source`, which must both be valid documents. The order of entries and
 /// comments are ignored.
-pub fn list_changes(old_source: &Source, new_source: &Source) -> Vec<DocumentChange> {
+pub fn list_changes(old_source: &TomlSource, new_source: &TomlSource) -> Vec<DocumentChange> {
     let [old, new] = [old_source, new_source].map(|source| source.parse::<Table>().unwrap_or_default());
     let mut changes = Vec::new();
     list_changed_keys("", &old, &new, &["server", "service"], &mut changes);
@@ -131,13 +131,13 @@ mod tests {
 
     #[test]
     fn changes_of_servers_services_and_keys_are_listed() {
-        let old = Source::from_text(
+        let old = TomlSource::from_text(
             "old",
             "load_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n[[server]]\nname = \
              \"s2\"\naddress = \"10.0.0.2\"\n\
              [[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = [\"s1\"]\n",
         );
-        let new = Source::from_text(
+        let new = TomlSource::from_text(
             "new",
             "# Moved.\nmax_connection_lifetime = \"1h\"\n[[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = \
              [\"s1\", \"s3\"]\n\
@@ -162,14 +162,14 @@ mod tests {
 
     #[test]
     fn changes_that_break_connections_have_a_reason() {
-        let document_with = |server: &str, services: &str| {
-            Source::from_text("fleet", &format!("[[server]]\nname = \"s1\"\n{server}\n{services}"))
+        let new_document = |server: &str, services: &str| {
+            TomlSource::from_text("fleet", &format!("[[server]]\nname = \"s1\"\n{server}\n{services}"))
         };
-        let web_service = |keys: &str| format!("[[service]]\nname = \"web\"\n{keys}\n");
+        let web_service_toml = |keys: &str| format!("[[service]]\nname = \"web\"\n{keys}\n");
         let old_document =
-            document_with("address = \"10.0.0.1\"\nid = 1", &web_service("vip = \"10.1.0.1:80\"\npolicy = \"rr\""));
-        let break_reasons = |server: &str, services: &str| {
-            let changes = list_changes(&old_document, &document_with(server, services));
+            new_document("address = \"10.0.0.1\"\nid = 1", &web_service_toml("vip = \"10.1.0.1:80\"\npolicy = \"rr\""));
+        let find_break_reasons = |server: &str, services: &str| {
+            let changes = list_changes(&old_document, &new_document(server, services));
             changes
                 .iter()
                 .filter(|change| change.reason_for_broken_connections().is_some())
@@ -177,10 +177,13 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         let (unchanged_keys, vip) = ("address = \"10.0.0.1\"\nid = 1", "vip = \"10.1.0.1:80\"\n");
-        assert_eq!(break_reasons(unchanged_keys, ""), ["- service web"]);
-        assert_eq!(break_reasons(unchanged_keys, &web_service("vip = \"10.1.0.2:80\"")).len(), 1);
-        assert_eq!(break_reasons(unchanged_keys, &web_service(&format!("{vip}consistency = \"stateful\""))).len(), 1);
-        assert_eq!(break_reasons("address = \"10.0.0.2\"\nid = 2", &web_service(vip)).len(), 2);
-        assert_eq!(break_reasons("address = \"10.0.0.1\"\nid = 1\nweight = 2", &web_service(vip)), [""; 0]);
+        assert_eq!(find_break_reasons(unchanged_keys, ""), ["- service web"]);
+        assert_eq!(find_break_reasons(unchanged_keys, &web_service_toml("vip = \"10.1.0.2:80\"")).len(), 1);
+        assert_eq!(
+            find_break_reasons(unchanged_keys, &web_service_toml(&format!("{vip}consistency = \"stateful\""))).len(),
+            1
+        );
+        assert_eq!(find_break_reasons("address = \"10.0.0.2\"\nid = 2", &web_service_toml(vip)).len(), 2);
+        assert_eq!(find_break_reasons("address = \"10.0.0.1\"\nid = 1\nweight = 2", &web_service_toml(vip)), [""; 0]);
     }
 }

@@ -4,12 +4,13 @@ use std::net::Ipv6Addr;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    BoundedDuration, BoundedInteger, FromToml, HOUR_NS, MILLISECOND_NS, MINUTE_NS, Reader, Span, Spanned,
+    BoundedDuration, BoundedInteger, FromToml, HOUR_NS, MILLISECOND_NS, MINUTE_NS, Span, Spanned, TomlReader,
     config_struct, parse_text, serde_json, string_enum,
 };
 use coreward_model::consistency::{ServiceSettings, TimestampOrigin};
 use coreward_model::health::{
-    CertificateVerification, HealthCheck, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds,
+    CertificateVerification, HealthCheck, HealthCheckJitter, HealthProbe, HttpProbe, HttpStatusRange, ProbeAddress,
+    VerdictThresholds,
 };
 use coreward_model::tuple::Protocol;
 use rustls_pki_types::CertificateDer;
@@ -18,9 +19,9 @@ use serde_json::{Value, json};
 
 config_struct! {
     /// Table `[service.health]`, which describes the health checks of a service.
-    pub struct Health {
+    pub struct HealthCheckTable {
         /// Kind of health check.
-        pub check: CheckKind = CheckKind::Tcp,
+        pub check: HealthCheckKind = HealthCheckKind::Tcp,
         /// Address to which checks are sent: "vip", or "server" for the server's own address.
         pub at: Option<Spanned<ProbeAddress>>,
         /// Port to which checks are sent. By default, the service's port.
@@ -34,13 +35,14 @@ config_struct! {
         /// Number of consecutive failures after which a server counts as down.
         pub fall: BoundedInteger<1, 100> = BoundedInteger(3),
         /// Maximum fraction of the interval by which a check may start early, so that checks spread out.
-        pub jitter: Jitter = Jitter::new(0.1).expect("from 0 to 1"),
+        pub jitter: HealthCheckJitter = HealthCheckJitter::new(0.1).expect("from 0 to 1"),
         /// http, https: path and query of the request. By default, "/".
         pub path: Option<Spanned<HttpPath>>,
-        /// http, https: `Host` header, and name that the certificate must have. By default, the address of the check.
-        pub host: Option<Spanned<Host>>,
+        /// http, https: `HttpHost` header, and name that the certificate must have. By default, the address of the
+        /// check.
+        pub host: Option<Spanned<HttpHost>>,
         /// http, https: status codes with which the check passes. By default, "200-399".
-        pub expect: Option<Spanned<StatusRange>>,
+        pub expect: Option<Spanned<HttpStatusRange>>,
         /// https: certificates of the authorities that may have signed the server's certificate (PEM). By default, the
         /// authorities that the load balancer's system trusts.
         pub ca: Option<Spanned<CertificateAuthorities>>,
@@ -54,7 +56,7 @@ const DEFAULT_CHECK_TIMEOUT: std::time::Duration = std::time::Duration::from_sec
 
 /// Kind of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CheckKind {
+pub enum HealthCheckKind {
     /// The server is healthy if it accepts a TCP connection.
     Tcp,
     /// The server is healthy if it answers an HTTP request with an expected status.
@@ -67,7 +69,7 @@ pub enum CheckKind {
     None,
 }
 
-impl CheckKind {
+impl HealthCheckKind {
     const ALL: [(&str, Self); 5] = [
         ("tcp", Self::Tcp),
         ("http", Self::Http),
@@ -85,23 +87,23 @@ impl CheckKind {
     }
 }
 
-string_enum!(CheckKind, "check", CheckKind::ALL.map(|(name, kind)| (name.to_owned(), kind)));
+string_enum!(HealthCheckKind, "check", HealthCheckKind::ALL.map(|(name, kind)| (name.to_owned(), kind)));
 
 /// Path and optional query, as in the request line of an HTTP request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpPath(String);
 
 impl FromToml for HttpPath {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |path| {
             match path.starts_with('/') && path.bytes().all(|byte| byte.is_ascii_graphic()) {
                 true => Ok(Self(path.to_owned())),
-                false => Err(format!("path {path:?}: expected {}", Self::expected())),
+                false => Err(format!("path {path:?}: expected {}", Self::describe_valid_values())),
             }
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "a path that begins with a slash, without blanks, as \"/healthz\"".to_owned()
     }
 
@@ -111,7 +113,7 @@ impl FromToml for HttpPath {
 }
 
 /// Returns whether the text is a host name or address with an optional port (RFC 3986, section 3.2).
-fn is_authority(text: &str) -> bool {
+fn is_host_and_port(text: &str) -> bool {
     let (is_host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((address, port)) => (address.parse::<Ipv6Addr>().is_ok(), port),
         None => {
@@ -126,17 +128,17 @@ fn is_authority(text: &str) -> bool {
 
 /// Host name or address, with an optional port.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Host(String);
+pub struct HttpHost(String);
 
-impl FromToml for Host {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parse_text(value, reader, |host| match is_authority(host) {
+impl FromToml for HttpHost {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
+        parse_text(value, reader, |host| match is_host_and_port(host) {
             true => Ok(Self(host.to_owned())),
-            false => Err(format!("host {host:?}: expected {}", Self::expected())),
+            false => Err(format!("host {host:?}: expected {}", Self::describe_valid_values())),
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "a host, perhaps with a port, as \"www.example.org\" or \"[2001:db8::1]:8443\"".to_owned()
     }
 
@@ -150,7 +152,7 @@ impl FromToml for Host {
 pub struct CertificateAuthorities(String);
 
 impl FromToml for CertificateAuthorities {
-    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut TomlReader<'_>) -> Option<Self> {
         parse_text(value, reader, |pem| {
             let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
             let problem = match certificates {
@@ -158,11 +160,11 @@ impl FromToml for CertificateAuthorities {
                 Ok(_) => "no certificate in it".to_owned(),
                 Err(error) => error.to_string(),
             };
-            Err(format!("{problem}: expected {}", Self::expected()))
+            Err(format!("{problem}: expected {}", Self::describe_valid_values()))
         })
     }
 
-    fn expected() -> String {
+    fn describe_valid_values() -> String {
         "one or more certificates (\"-----BEGIN CERTIFICATE-----\" ...)".to_owned()
     }
 
@@ -174,11 +176,11 @@ impl FromToml for CertificateAuthorities {
 /// Returns the health check that the table describes, or `None` for no check. Contradictions are stored in the reader.
 /// `has_mixed_address_families` is true if a server's address and the VIP are of different families.
 pub fn parse_health_check(
-    table: &Spanned<Health>,
+    table: &Spanned<HealthCheckTable>,
     protocol: Protocol,
     mode: ServiceSettings,
     has_mixed_address_families: bool,
-    reader: &mut Reader<'_>,
+    reader: &mut TomlReader<'_>,
 ) -> Option<HealthCheck> {
     let health = table.get_ref();
     reject_unused_keys(health, reader);
@@ -189,35 +191,37 @@ pub fn parse_health_check(
             "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
             health.check.name()
         );
-        reader.report(table.span(), message);
+        reader.report_mistake(table.span(), message);
     }
     let probe = match health.check {
-        CheckKind::None => return None,
-        CheckKind::Tcp => Probe::Tcp,
-        CheckKind::Agent => Probe::Agent,
-        CheckKind::Http => Probe::Http(to_http_probe(health)),
-        CheckKind::Https => Probe::Https(to_http_probe(health), check_certificate_verification(health, reader)),
+        HealthCheckKind::None => return None,
+        HealthCheckKind::Tcp => HealthProbe::Tcp,
+        HealthCheckKind::Agent => HealthProbe::Agent,
+        HealthCheckKind::Http => HealthProbe::Http(to_http_probe(health)),
+        HealthCheckKind::Https => {
+            HealthProbe::Https(to_http_probe(health), check_certificate_verification(health, reader))
+        }
     };
     let to_count = |BoundedInteger(count): BoundedInteger<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
     Some(HealthCheck {
         probe,
         probe_address: parsed_probe_address,
-        port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
+        probe_port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
         interval: health.interval.0,
         timeout: health.timeout.0,
-        thresholds: Thresholds::new(to_count(health.rise), to_count(health.fall))?,
+        thresholds: VerdictThresholds::new(to_count(health.rise), to_count(health.fall))?,
         jitter: health.jitter,
     })
 }
 
-fn to_http_probe(health: &Health) -> HttpProbe {
+fn to_http_probe(health: &HealthCheckTable) -> HttpProbe {
     HttpProbe {
-        path: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
+        path_and_query: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
         host: health.host.as_ref().map(|host| host.get_ref().0.clone()),
         expected_status: health
             .expect
             .as_ref()
-            .map_or_else(StatusRange::success_or_redirect, |expect| expect.get_ref().clone()),
+            .map_or_else(HttpStatusRange::success_or_redirect, |expect| expect.get_ref().clone()),
     }
 }
 
@@ -237,19 +241,23 @@ fn reason_against_vip_check(mode: ServiceSettings, has_mixed_address_families: b
 }
 
 /// Returns the address at which servers are checked. The default is the VIP, unless checks at the VIP are impossible.
-fn check_probe_address(health: &Health, reason_against_vip: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
+fn check_probe_address(
+    health: &HealthCheckTable,
+    reason_against_vip: Option<String>,
+    reader: &mut TomlReader<'_>,
+) -> ProbeAddress {
     let default_address = if reason_against_vip.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
     let Some(address_entry) = &health.at else { return default_address };
     if let Some(reason) = reason_against_vip.filter(|_| *address_entry.get_ref() == ProbeAddress::Vip) {
-        reader.report(address_entry.span(), format!("checks at the VIP of {reason}: expected \"server\""));
+        reader.report_mistake(address_entry.span(), format!("checks at the VIP of {reason}: expected \"server\""));
     }
     *address_entry.get_ref()
 }
 
 /// Reports a mistake for each key that has no effect on this kind of check.
-fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
-    use CheckKind::{Http, Https, Tcp};
-    let keys_and_kinds: [(&str, Option<Span>, &[CheckKind]); 7] = [
+fn reject_unused_keys(health: &HealthCheckTable, reader: &mut TomlReader<'_>) {
+    use HealthCheckKind::{Http, Https, Tcp};
+    let keys_and_kinds: [(&str, Option<Span>, &[HealthCheckKind]); 7] = [
         ("at", health.at.as_ref().map(Spanned::span), &[Tcp, Http, Https]),
         ("port", health.port.as_ref().map(Spanned::span), &[Tcp, Http, Https]),
         ("path", health.path.as_ref().map(Spanned::span), &[Http, Https]),
@@ -266,15 +274,15 @@ fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
             health.check.name(),
             kind_names.join(" or ")
         );
-        reader.report(span, message);
+        reader.report_mistake(span, message);
     }
 }
 
-fn check_certificate_verification(health: &Health, reader: &mut Reader<'_>) -> CertificateVerification {
+fn check_certificate_verification(health: &HealthCheckTable, reader: &mut TomlReader<'_>) -> CertificateVerification {
     match (&health.verify, &health.ca) {
         (Some(verify), None) if !verify.get_ref() => CertificateVerification::Off,
         (Some(verify), Some(_)) if !verify.get_ref() => {
-            reader.report(verify.span(), "`verify = false` with `ca`: expected one of the two");
+            reader.report_mistake(verify.span(), "`verify = false` with `ca`: expected one of the two");
             CertificateVerification::Off
         }
         (_, Some(ca)) => CertificateVerification::PemAuthorities(ca.get_ref().0.clone()),

@@ -1,14 +1,14 @@
-use coreward_config::Source;
+use coreward_config::TomlSource;
 use coreward_model::consistency::TimestampOrigin;
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 use coreward_model::health::ProbeAddress;
 
-use super::{FleetConfig, OtherBalancer};
+use super::{FleetConfig, MigrationLoadBalancer};
 
 fn parse_fleet_with_service(vip: &str, keys: &str) -> Result<FleetConfig, String> {
     let server = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\n";
     let text = format!("{server}[[service]]\nname = \"web\"\nvip = \"{vip}\"\n{keys}\n");
-    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).map_err(|mistakes| mistakes.to_string())
+    FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).map_err(|mistakes| mistakes.to_string())
 }
 
 #[test]
@@ -82,7 +82,8 @@ fn invalid_settings_for_ipv6_are_rejected_with_their_line() {
 fn ipv6_service_may_migrate_from_a_balancer_of_either_family() {
     for address in ["2001:db8::5", "10.2.0.5"] {
         let config = parse_fleet_with_service("[2001:db8::1]:80", &format!("migrate_from = {address:?}")).unwrap();
-        let previous_balancer = OtherBalancer { address: address.parse().unwrap(), takes_new_connections: false };
+        let previous_balancer =
+            MigrationLoadBalancer { address: address.parse().unwrap(), takes_new_connections: false };
         assert_eq!(config.services[0].other_balancer, Some(previous_balancer));
     }
 }
@@ -93,14 +94,14 @@ fn servers_of_other_family_are_checked_at_their_own_address() {
     assert_eq!(config.services[0].health_check.as_ref().unwrap().probe_address, ProbeAddress::Server);
     let server = "[[server]]\nname = \"s1\"\naddress = \"2001:db8::11\"\n";
     let service = "[[service]]\nname = \"web\"\nvip = \"[2001:db8::1]:80\"\n[service.health]\n";
-    let config = FleetConfig::parse(&Source::from_text("fleet.toml", &format!("{server}{service}"))).unwrap();
+    let config = FleetConfig::parse(&TomlSource::from_text("fleet.toml", &format!("{server}{service}"))).unwrap();
     assert_eq!(config.services[0].health_check.as_ref().unwrap().probe_address, ProbeAddress::Vip);
 }
 
 fn parse_fleet_with_server(address: &str, keys: &str) -> Result<FleetConfig, String> {
     let server = format!("[[server]]\nname = \"s1\"\naddress = \"{address}\"\n");
     let text = format!("{server}[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{keys}\n");
-    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).map_err(|mistakes| mistakes.to_string())
+    FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).map_err(|mistakes| mistakes.to_string())
 }
 
 #[test]
@@ -128,11 +129,11 @@ fn lb_side_stamping_is_allowed_for_either_address_family() {
 fn outer_header_may_be_of_either_address_family() {
     for vip in ["10.200.0.1:80", "[2001:db8::1]:80"] {
         for address in ["10.2.0.11", "2001:db8::11"] {
-            for forwarding in Forwarding::ALL {
+            for forwarding in ForwardingMode::ALL {
                 let server = format!("[[server]]\nname = \"s1\"\naddress = \"{address}\"\n");
                 let service = format!("[[service]]\nname = \"web\"\nvip = \"{vip}\"\n");
                 let text = format!("{server}{service}forwarding = \"{}\"\n", forwarding.name());
-                let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
+                let config = FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text)).unwrap();
                 assert_eq!(config.services[0].mode.forwarding, forwarding, "{vip} {address}");
             }
         }

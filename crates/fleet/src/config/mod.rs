@@ -22,7 +22,7 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use coreward_config::{Diagnostic, Diagnostics, Source, Span};
+use coreward_config::{Diagnostic, Diagnostics, Span, TomlSource};
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::health::{HealthCheck, WhenAllDown};
@@ -45,7 +45,7 @@ pub const DEFAULT_MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(86_400
 #[derive(Debug, Clone)]
 pub struct FleetConfig {
     pub report_interval: Duration,
-    pub table_timing: TableTiming,
+    pub table_timing: PlacementTableTiming,
     /// Time for which tables that depend on loads remain in use while no controller leads.
     pub table_lifetime: Duration,
     pub load_ewma_alpha: SmoothingWeight,
@@ -61,7 +61,7 @@ pub struct FleetConfig {
     pub servers: Vec<ServerConfig>,
     /// Services, with unique names and VIPs.
     pub services: Vec<ServiceConfig>,
-    source: Source,
+    source: TomlSource,
 }
 
 #[derive(Debug, Clone)]
@@ -72,7 +72,7 @@ pub struct ServerConfig {
     pub address: IpAddr,
     /// Id that the operator chose, with its location in the document, or `None` if an id is to be drawn at random.
     pub id: Option<(ServerId, Span)>,
-    pub state: ServerState,
+    pub state: ServerDrainState,
     /// Share of new connections relative to other servers.
     pub weight: ServerWeight,
     /// Capacity in cores of usual speed, or `None` to use the number of the server's cores.
@@ -87,7 +87,7 @@ pub struct ServerConfig {
 
 /// Trigger of new placement tables for a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TableTiming {
+pub enum PlacementTableTiming {
     /// A table is computed as soon as a report or another input changes.
     OnChange,
     /// Tables are computed once per report interval, as in the CrossRSS paper (CoNEXT'20) and the simulator.
@@ -95,7 +95,7 @@ pub enum TableTiming {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ServerState {
+pub enum ServerDrainState {
     /// The server takes new connections.
     Active,
     /// The server keeps its established connections, but takes no new ones.
@@ -104,7 +104,7 @@ pub enum ServerState {
 
 /// Other load balancer of a migration, which serves a part of the service's connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct OtherBalancer {
+pub struct MigrationLoadBalancer {
     pub address: IpAddr,
     /// Whether new connections go to the other load balancer (`migrate_to`). Otherwise the service was migrated from it
     /// (`migrate_from`).
@@ -119,7 +119,7 @@ pub struct ServiceConfig {
     /// balancer.
     pub mode: ServiceSettings,
     /// Load balancer from which the service is adopted, or to which it is handed over.
-    pub other_balancer: Option<OtherBalancer>,
+    pub other_balancer: Option<MigrationLoadBalancer>,
     /// Name of the placement policy, one of `coreward_model::policy::policy_names()`.
     pub policy_name: &'static str,
     pub slow_start_duration: Duration,
@@ -137,12 +137,12 @@ pub struct ServiceConfig {
 impl FleetConfig {
     /// Reads and parses the fleet document in this file.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
-        Self::parse(&Source::read(path)?)
+        Self::parse(&TomlSource::read(path)?)
     }
 
     /// Parses an operator's document. Rejects a document without any key. An editor that has just truncated the file,
     /// or a full disk, can leave it empty. All services would otherwise end at the next SIGHUP.
-    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
+    pub fn parse(source: &TomlSource) -> Result<Self, Diagnostics> {
         let is_empty = source.top_level_keys().is_empty() && source.syntax_errors().is_empty();
         if is_empty {
             let message = "nothing in it: expected [[server]] and [[service]], or another key if there are none";
@@ -152,17 +152,17 @@ impl FleetConfig {
     }
 
     /// Parses the stored document, which is empty until the first document is applied.
-    pub fn parse_stored(source: &Source) -> Result<Self, Diagnostics> {
+    pub fn parse_stored(source: &TomlSource) -> Result<Self, Diagnostics> {
         source.read_as(|file: FleetFile, reader| Some(check::check_fleet(file, reader)))
     }
 
-    pub fn source(&self) -> &Source {
+    pub fn source(&self) -> &TomlSource {
         &self.source
     }
 
     /// Returns diagnostics for mistakes that were found by comparison with the fleet's records. They are sorted by
     /// location and message.
-    pub fn diagnostics(&self, mistakes: Vec<(Span, String)>) -> Diagnostics {
-        Diagnostics::at(&self.source, mistakes)
+    pub fn diagnostics_for_mistakes(&self, mistakes: Vec<(Span, String)>) -> Diagnostics {
+        Diagnostics::from_mistakes(&self.source, mistakes)
     }
 }

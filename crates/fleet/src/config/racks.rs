@@ -2,21 +2,21 @@
 
 use std::collections::BTreeSet;
 
-use coreward_config::{Name, Reader, Spanned};
+use coreward_config::{PrintableName, Spanned, TomlReader};
 
 use super::unique::UniqueValues;
 
 /// Returns the names in a list of racks, or `None` if there is no list. Reports duplicates, and names that are missing
 /// in `known_racks`, the fleet's list of racks.
 pub fn check_rack_names(
-    rack_entries: Option<&[Spanned<Name>]>,
+    rack_entries: Option<&[Spanned<PrintableName>]>,
     known_racks: Option<&BTreeSet<String>>,
-    reader: &mut Reader<'_>,
+    reader: &mut TomlReader<'_>,
 ) -> Option<BTreeSet<String>> {
     let listed_names = rack_entries?;
     let mut seen_racks = UniqueValues::new("rack");
     for name in listed_names {
-        let Name(rack) = name.get_ref();
+        let PrintableName(rack) = name.get_ref();
         seen_racks.insert(Some(rack), &name.span(), reader);
         if let Some(known_racks) = known_racks.filter(|known| !known.contains(rack)) {
             let message = format_args!("rack {rack:?} does not exist: expected one of the fleet's `racks`");
@@ -30,8 +30,8 @@ pub fn check_rack_names(
 /// is the kind of the entries in error messages, such as "rack".
 pub fn check_unique_names(
     value_kind: &'static str,
-    name_entries: Option<&[Spanned<Name>]>,
-    reader: &mut Reader<'_>,
+    name_entries: Option<&[Spanned<PrintableName>]>,
+    reader: &mut TomlReader<'_>,
 ) -> Option<BTreeSet<String>> {
     let mut unique_values = UniqueValues::new(value_kind);
     for name in name_entries? {

@@ -1,40 +1,42 @@
 //! A service's keys, and the valid combinations of `protocol`, `consistency`, `timestamps`, `udp` and `policy`.
 
-use coreward_config::{BoundedDuration, HOUR_NS, LocatedValue, Name, Reader, Spanned, config_struct, string_enum};
-use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
-use coreward_model::forwarding::Forwarding;
+use coreward_config::{
+    BoundedDuration, HOUR_NS, LocatedValue, PrintableName, Spanned, TomlReader, config_struct, string_enum,
+};
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::forwarding::ForwardingMode;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy;
 use coreward_model::tuple::Protocol;
 
 use super::address::{BalancerAddress, Vip};
-use super::health::Health;
+use super::health::HealthCheckTable;
 
 config_struct! {
     /// Keys of a `[[service]]` table in the fleet document.
-    pub struct Service {
+    pub struct FleetServiceTable {
         /// Unique name of the service.
-        pub name: LocatedValue<Name>,
+        pub name: LocatedValue<PrintableName>,
         /// Address (IPv4 or IPv6) and port to which clients connect; unique, and no server's own address.
         pub vip: LocatedValue<Vip>,
         /// Protocol of the service.
         pub protocol: LocatedValue<Protocol> = LocatedValue { value: Some(Protocol::Tcp), span: 0..0 },
         /// Method that keeps packets of a TCP connection at its server.
-        pub consistency: Option<Spanned<Consistency>>,
+        pub consistency: Option<Spanned<ConsistencyMode>>,
         /// Party that stamps the cookie into TCP timestamps.
         pub timestamps: Option<Spanned<TimestampOrigin>>,
         /// Method of forwarding packets to servers: by MAC address, or with an outer header across routers.
-        pub forwarding: Option<Spanned<Forwarding>>,
+        pub forwarding: Option<Spanned<ForwardingMode>>,
         /// Unit of traffic for which a UDP service chooses a server: flow or packet.
-        pub udp: Option<Spanned<UdpMode>>,
+        pub udp: Option<Spanned<UdpPlacementUnit>>,
         /// Address of the load balancer that had the service before, and gets packets of unknown connections.
         pub migrate_from: Option<Spanned<BalancerAddress>>,
         /// Address of the load balancer that gets new connections; established connections continue here.
         pub migrate_to: Option<Spanned<BalancerAddress>>,
         /// Placement policy for new connections.
-        pub policy: LocatedValue<PolicyName> =
-            LocatedValue { value: Some(PolicyName(policy::DEFAULT_POLICY_NAME)), span: 0..0 },
+        pub policy: LocatedValue<PlacementPolicyName> =
+            LocatedValue { value: Some(PlacementPolicyName(policy::DEFAULT_POLICY_NAME)), span: 0..0 },
         /// Time in which a joining server's share of new connections grows linearly to its full value.
         pub slow_start: Option<BoundedDuration<0, HOUR_NS>>,
         /// Number of the service's hash buckets, a power of two; by default the fleet's `buckets`.
@@ -42,7 +44,7 @@ config_struct! {
         /// Names of the service's servers; by default all servers.
         pub servers: Option<Vec<Spanned<String>>>,
         /// Health check of the service's servers; by default none.
-        pub health: Option<Spanned<Health>>,
+        pub health: Option<Spanned<HealthCheckTable>>,
         /// Treatment of new connections when all servers are down.
         pub when_all_down: WhenAllDown = WhenAllDown::default(),
     }
@@ -50,7 +52,7 @@ config_struct! {
 
 /// Unit of traffic for which a UDP service chooses a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum UdpMode {
+pub enum UdpPlacementUnit {
     /// All datagrams from the same client address and port go to one server.
     Flow,
     /// A server is chosen for each datagram independently.
@@ -58,19 +60,28 @@ pub enum UdpMode {
 }
 
 string_enum!(
-    UdpMode,
+    UdpPlacementUnit,
     "udp",
-    [("flow", UdpMode::Flow), ("packet", UdpMode::Packet)].map(|(name, mode)| (name.to_owned(), mode))
+    [("flow", UdpPlacementUnit::Flow), ("packet", UdpPlacementUnit::Packet)]
+        .map(|(name, mode)| (name.to_owned(), mode))
 );
 
 /// Name of a placement policy that exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PolicyName(pub &'static str);
+pub struct PlacementPolicyName(pub &'static str);
 
-string_enum!(PolicyName, "policy", policy::policy_names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
+string_enum!(
+    PlacementPolicyName,
+    "policy",
+    policy::policy_names().into_iter().map(|name| (name.to_owned(), PlacementPolicyName(name)))
+);
 
 /// Returns the consistency, timestamps and forwarding of the service. Stores mistakes in the reader.
-pub fn parse_service_settings(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceSettings {
+pub fn parse_service_settings(
+    service: &FleetServiceTable,
+    protocol: Protocol,
+    reader: &mut TomlReader<'_>,
+) -> ServiceSettings {
     let settings_without_forwarding = match protocol {
         Protocol::Tcp => parse_tcp_settings(service, reader),
         Protocol::Udp => parse_udp_settings(service, reader),
@@ -83,12 +94,12 @@ pub fn parse_service_settings(service: &Service, protocol: Protocol, reader: &mu
              \"l2\", or timestamps by \"server\" or \"off\"",
             forwarding.name()
         );
-        reader.report(forwarding_entry.span(), message);
+        reader.report_mistake(forwarding_entry.span(), message);
     }
     ServiceSettings { forwarding, ..settings_without_forwarding }
 }
 
-fn parse_udp_settings(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
+fn parse_udp_settings(service: &FleetServiceTable, reader: &mut TomlReader<'_>) -> ServiceSettings {
     let tcp_only_keys = [
         ("consistency", service.consistency.as_ref().map(Spanned::span)),
         ("timestamps", service.timestamps.as_ref().map(Spanned::span)),
@@ -99,36 +110,36 @@ fn parse_udp_settings(service: &Service, reader: &mut Reader<'_>) -> ServiceSett
             "a UDP service has no `{key}`, as datagrams carry no cookie: expected `udp = \"flow\"` or `udp = \
              \"packet\"`"
         );
-        reader.report(span, message);
+        reader.report_mistake(span, message);
     }
     let default_settings = ServiceSettings::default_for_protocol(Protocol::Udp);
     match service.udp.as_ref().map(Spanned::get_ref) {
         None => default_settings,
-        Some(UdpMode::Flow) => ServiceSettings { consistency: Consistency::HashTable, ..default_settings },
-        Some(UdpMode::Packet) => ServiceSettings { consistency: Consistency::None, ..default_settings },
+        Some(UdpPlacementUnit::Flow) => ServiceSettings { consistency: ConsistencyMode::HashTable, ..default_settings },
+        Some(UdpPlacementUnit::Packet) => ServiceSettings { consistency: ConsistencyMode::None, ..default_settings },
     }
 }
 
-fn parse_tcp_settings(service: &Service, reader: &mut Reader<'_>) -> ServiceSettings {
+fn parse_tcp_settings(service: &FleetServiceTable, reader: &mut TomlReader<'_>) -> ServiceSettings {
     if let Some(udp) = &service.udp {
-        reader.report(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
+        reader.report_mistake(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
     }
     let default_settings = ServiceSettings::default_for_protocol(Protocol::Tcp);
     let consistency =
         service.consistency.as_ref().map_or(default_settings.consistency, |consistency| *consistency.get_ref());
-    let uses_cookies = matches!(consistency, Consistency::Stateless | Consistency::Stateful);
+    let uses_cookies = matches!(consistency, ConsistencyMode::Stateless | ConsistencyMode::Stateful);
     let timestamps = match &service.timestamps {
         None if uses_cookies => default_settings.timestamps,
         None => TimestampOrigin::Off,
         Some(timestamps) => {
             let requested_timestamps = *timestamps.get_ref();
             if let Some(message) = describe_timestamps_error(consistency, uses_cookies, requested_timestamps) {
-                reader.report(timestamps.span(), message);
+                reader.report_mistake(timestamps.span(), message);
             }
             requested_timestamps
         }
     };
-    if let (Consistency::None, Some(consistency_entry)) = (consistency, &service.consistency) {
+    if let (ConsistencyMode::None, Some(consistency_entry)) = (consistency, &service.consistency) {
         reject_unstable_policy(consistency_entry, service, reader);
     }
     ServiceSettings { consistency, timestamps, ..default_settings }
@@ -136,7 +147,7 @@ fn parse_tcp_settings(service: &Service, reader: &mut Reader<'_>) -> ServiceSett
 
 /// Returns the reason why the service cannot have the requested timestamps, or `None` if it can.
 fn describe_timestamps_error(
-    consistency: Consistency,
+    consistency: ConsistencyMode,
     uses_cookies: bool,
     requested: TimestampOrigin,
 ) -> Option<String> {
@@ -149,7 +160,7 @@ fn describe_timestamps_error(
     }
     // Only the server learns the connection's table index, from the SYN. In the cookie of LB-side stamping, 20 bits of
     // time leave no room for the index.
-    (consistency == Consistency::Stateful && requested != TimestampOrigin::Server).then(|| {
+    (consistency == ConsistencyMode::Stateful && requested != TimestampOrigin::Server).then(|| {
         format!(
             "timestamps by {:?} with consistency {consistency_name:?}: expected \"server\", who stamps the index",
             requested.name()
@@ -158,8 +169,8 @@ fn describe_timestamps_error(
 }
 
 /// Rejects policies that depend on loads. With consistency "none", each connection moves whenever its bucket moves.
-fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
-    let Some(PolicyName(chosen)) = service.policy.value else { return };
+fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &FleetServiceTable, reader: &mut TomlReader<'_>) {
+    let Some(PlacementPolicyName(chosen)) = service.policy.value else { return };
     let stable_policies = policy::load_independent_policy_names();
     if stable_policies.contains(&chosen) {
         return;
@@ -169,5 +180,5 @@ fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader
          expected a policy whose choice depends on the pool alone: {}",
         stable_policies.join(", ")
     );
-    reader.report(consistency.span(), message);
+    reader.report_mistake(consistency.span(), message);
 }

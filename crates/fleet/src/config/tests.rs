@@ -1,6 +1,6 @@
 //! Tests of the message for each kind of invalid input.
 
-use coreward_config::Source;
+use coreward_config::TomlSource;
 
 use super::*;
 
@@ -33,7 +33,7 @@ servers = ["s2"]
 "#;
 
 fn parse_fleet(text: &str) -> Result<FleetConfig, String> {
-    FleetConfig::parse(&Source::from_text("fleet.toml", text)).map_err(|mistakes| mistakes.to_string())
+    FleetConfig::parse(&TomlSource::from_text("fleet.toml", text)).map_err(|mistakes| mistakes.to_string())
 }
 
 /// Returns the error message after `old_text` has been replaced by `new_text` in the valid document.
@@ -49,7 +49,7 @@ fn server_in_too_many_services_is_rejected() {
         for service in 0..service_count {
             text += &format!("[[service]]\nname = \"web{service}\"\nvip = \"10.200.0.1:{}\"\n", 80 + service);
         }
-        FleetConfig::parse(&Source::from_text("fleet.toml", &text))
+        FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text))
     };
     assert_eq!(parse_services(64).unwrap().services.len(), 64);
     let mistakes = parse_services(65).unwrap_err().to_string();
@@ -66,7 +66,7 @@ fn empty_document_is_rejected() {
             "{message}"
         );
         assert!(
-            FleetConfig::parse_stored(&Source::from_text("fleet.toml", text)).is_ok(),
+            FleetConfig::parse_stored(&TomlSource::from_text("fleet.toml", text)).is_ok(),
             "the store's first document"
         );
     }
@@ -81,7 +81,7 @@ fn valid_file_is_parsed() {
     assert_eq!(config.max_connection_lifetime, DEFAULT_MAX_CONNECTION_LIFETIME);
     let servers: Vec<_> =
         config.servers.iter().map(|s| (s.name.as_str(), s.id.as_ref().map(|id| id.0.get()), s.state)).collect();
-    assert_eq!(servers, [("s1", Some(7), ServerState::Active), ("s2", None, ServerState::Draining)]);
+    assert_eq!(servers, [("s1", Some(7), ServerDrainState::Active), ("s2", None, ServerDrainState::Draining)]);
     let services: Vec<_> = config
         .services
         .iter()
@@ -566,7 +566,7 @@ fn service_migrates_either_to_or_from_another_load_balancer() {
     let migrating_text = VALID_FLEET_TOML.replacen("policy = \"pow2\"\n", "migrate_from = \"10.2.0.5\"\n", 1);
     let config = parse_fleet(&migrating_text).unwrap();
     assert_eq!(config.services[0].other_balancer, None);
-    let previous_balancer = OtherBalancer { address: [10, 2, 0, 5].into(), takes_new_connections: false };
+    let previous_balancer = MigrationLoadBalancer { address: [10, 2, 0, 5].into(), takes_new_connections: false };
     assert_eq!(config.services[1].other_balancer, Some(previous_balancer));
     for (line, message) in INVALID_MIGRATIONS {
         assert_eq!(error_with_line(line), message);

@@ -2,39 +2,39 @@
 
 use std::collections::HashMap;
 
-use coreward_config::{Reader, Spanned};
+use coreward_config::{Spanned, TomlReader};
 use coreward_model::consistency::ServiceSettings;
 use coreward_model::tuple::{Protocol, ServiceAddress};
 
-use super::service::Service;
-use super::{OtherBalancer, ServerConfig, ServiceConfig};
+use super::service::FleetServiceTable;
+use super::{MigrationLoadBalancer, ServerConfig, ServiceConfig};
 
 /// Returns the other load balancer of a migrating service, or `None` if the service does not migrate. Stores mistakes
 /// in the reader.
 pub fn parse_other_balancer(
-    service: &Service,
+    service: &FleetServiceTable,
     address: ServiceAddress,
     mode: ServiceSettings,
-    reader: &mut Reader<'_>,
-) -> Option<OtherBalancer> {
+    reader: &mut TomlReader<'_>,
+) -> Option<MigrationLoadBalancer> {
     let (key, migration_entry) = match (&service.migrate_from, &service.migrate_to) {
         (None, None) => return None,
         (Some(from), None) => ("migrate_from", from),
         (None, Some(to)) => ("migrate_to", to),
         (Some(_), Some(to)) => {
-            reader.report(to.span(), "`migrate_to` with `migrate_from`: expected one of the two");
+            reader.report_mistake(to.span(), "`migrate_to` with `migrate_from`: expected one of the two");
             return None;
         }
     };
     if address.protocol == Protocol::Udp {
         let message = format!("`{key}` of a UDP service, whose datagrams do not show what begins a flow: expected TCP");
-        reader.report(migration_entry.span(), message);
+        reader.report_mistake(migration_entry.span(), message);
     } else if mode.forwarding.encapsulates() {
         let message = format!(
             "`{key}` with forwarding {:?}: expected \"l2\", as the other load balancer is reached by its MAC address",
             mode.forwarding.name()
         );
-        reader.report(migration_entry.span(), message);
+        reader.report_mistake(migration_entry.span(), message);
     } else if !mode.can_migrate() {
         let message = format!(
             "`{key}` with consistency {:?} and timestamps by {:?}: expected consistency \"stateless\", \"stateful\" or \
@@ -42,14 +42,14 @@ pub fn parse_other_balancer(
             mode.consistency.name(),
             mode.timestamps.name()
         );
-        reader.report(migration_entry.span(), message);
+        reader.report_mistake(migration_entry.span(), message);
     }
     let other_address = migration_entry.get_ref().0;
     if other_address == address.vip_and_port.ip() {
         let message = format!("`{key}` is the VIP {other_address}: expected the load balancer's own address");
-        reader.report(migration_entry.span(), message);
+        reader.report_mistake(migration_entry.span(), message);
     }
-    Some(OtherBalancer { address: other_address, takes_new_connections: service.migrate_to.is_some() })
+    Some(MigrationLoadBalancer { address: other_address, takes_new_connections: service.migrate_to.is_some() })
 }
 
 /// Checks that each server stamps the new connections of all its services or of none, because the server's kernel has
@@ -57,8 +57,8 @@ pub fn parse_other_balancer(
 pub fn check_uniform_stamping(
     services: &[ServiceConfig],
     servers: &[ServerConfig],
-    service_entries: &[Spanned<Service>],
-    reader: &mut Reader<'_>,
+    service_entries: &[Spanned<FleetServiceTable>],
+    reader: &mut TomlReader<'_>,
 ) {
     let is_handed_over =
         |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.takes_new_connections);
@@ -91,6 +91,6 @@ pub fn check_uniform_stamping(
              server stamps those of all its services or of none: expected `migrate_to` in both",
             leaving_service.name, server.name, kept_service.name
         );
-        reader.report(migration_entry.span(), message);
+        reader.report_mistake(migration_entry.span(), message);
     }
 }

@@ -2,7 +2,7 @@ use std::collections::HashMap;
 use std::fmt::Display;
 use std::hash::Hash;
 
-use coreward_config::{Reader, Span};
+use coreward_config::{Span, TomlReader};
 
 /// Set of values that must be unique in the document, each with the location of its first use.
 pub struct UniqueValues<T> {
@@ -16,13 +16,13 @@ impl<T: Hash + Eq + Display> UniqueValues<T> {
     }
 
     /// Inserts a value, or reports a mistake if it is a duplicate. An invalid value is `None`, which is ignored.
-    pub fn insert(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
+    pub fn insert(&mut self, value: Option<T>, span: &Span, reader: &mut TomlReader<'_>) {
         let Some(value) = value else { return };
         if let Some(first_location) = self.first_locations.get(&value) {
             let first_line = reader.line_number(first_location);
             let message =
                 format!("{} {value} is used twice (first in line {first_line}): expected each once", self.value_name);
-            reader.report(span.clone(), message);
+            reader.report_mistake(span.clone(), message);
             return;
         }
         self.first_locations.insert(value, span.clone());

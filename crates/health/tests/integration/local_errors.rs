@@ -5,19 +5,21 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coreward_health::checker::{CheckResult, CheckedService, Checker};
-use coreward_model::health::{HealthCheck, HealthVerdict, Jitter, Probe, ProbeAddress, Thresholds};
+use coreward_health::checker::{CheckedService, HealthChecker, TargetCheckResult};
+use coreward_model::health::{
+    HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdict, ProbeAddress, VerdictThresholds,
+};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-fn checked_service(vip: SocketAddr) -> CheckedService<u32> {
+fn build_checked_service(vip: SocketAddr) -> CheckedService<u32> {
     let health_check = HealthCheck {
-        probe: Probe::Tcp,
+        probe: HealthProbe::Tcp,
         probe_address: ProbeAddress::Server,
-        port: None,
+        probe_port: None,
         interval: Duration::from_millis(20),
         timeout: Duration::from_secs(5),
-        thresholds: Thresholds::new(1, 3).expect("not 0"),
-        jitter: Jitter::new(0.0).expect("from 0 to 1"),
+        thresholds: VerdictThresholds::new(1, 3).expect("not 0"),
+        jitter: HealthCheckJitter::new(0.0).expect("from 0 to 1"),
     };
     CheckedService {
         health_check: Arc::new(health_check),
@@ -27,10 +29,14 @@ fn checked_service(vip: SocketAddr) -> CheckedService<u32> {
     }
 }
 
-fn wait_until(checker: &Checker<u32>, description: &str, condition: impl Fn(&CheckResult) -> bool) -> CheckResult {
+fn wait_for_check_result(
+    checker: &HealthChecker<u32>,
+    description: &str,
+    condition: impl Fn(&TargetCheckResult) -> bool,
+) -> TargetCheckResult {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
-        let check_results = checker.results();
+        let check_results = checker.check_results();
         if let Some((_, result)) = check_results.first().filter(|(_, found)| condition(found)) {
             return result.clone();
         }
@@ -55,22 +61,24 @@ fn exhausted_file_descriptors_mark_no_server_down() {
     }
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let server_address = listener.local_addr().unwrap();
-    let checker = Checker::start().unwrap();
-    checker.set_services(vec![checked_service(server_address)]);
-    wait_until(&checker, "a server that listens is up", |result| result.verdict() == Some(HealthVerdict::Up));
+    let checker = HealthChecker::start().unwrap();
+    checker.set_checked_services(vec![build_checked_service(server_address)]);
+    wait_for_check_result(&checker, "a server that listens is up", |result| {
+        result.verdict() == Some(HealthVerdict::Up)
+    });
 
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, 3, hard).unwrap();
-    let unknown_result = wait_until(&checker, "checks that cannot be made withdraw the verdict", |result| {
+    let unknown_result = wait_for_check_result(&checker, "checks that cannot be made withdraw the verdict", |result| {
         result.verdict() != Some(HealthVerdict::Up)
     });
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
     assert_eq!((unknown_result.verdict(), unknown_result.failure_count), (None, 0), "{unknown_result:?}");
     assert!(unknown_result.last_error.contains("Too many open files"), "{unknown_result:?}");
 
-    wait_until(&checker, "with files it is up again", |result| result.verdict() == Some(HealthVerdict::Up));
+    wait_for_check_result(&checker, "with files it is up again", |result| result.verdict() == Some(HealthVerdict::Up));
     drop(listener);
     let down_result =
-        wait_until(&checker, "no process listens", |result| result.verdict() == Some(HealthVerdict::Down));
+        wait_for_check_result(&checker, "no process listens", |result| result.verdict() == Some(HealthVerdict::Down));
     assert!(down_result.failure_count >= 3 && down_result.last_error == "connection refused", "{down_result:?}");
 }

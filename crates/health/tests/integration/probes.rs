@@ -6,33 +6,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_health::checker::{CheckedService, Checker};
-use coreward_health::probe::{ProbeError, Prober};
+use coreward_health::checker::{CheckedService, HealthChecker};
+use coreward_health::probe::{HealthProber, ProbeError};
 use coreward_model::health::{
-    CertificateVerification, HealthCheck, HealthVerdict, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange,
-    Thresholds,
+    CertificateVerification, HealthCheck, HealthCheckJitter, HealthProbe, HealthVerdict, HttpProbe, HttpStatusRange,
+    ProbeAddress, VerdictThresholds,
 };
 use rustls::crypto::ring;
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use rustls_pki_types::PrivateKeyDer;
 
-fn health_check(probe: Probe) -> Arc<HealthCheck> {
+fn build_health_check(probe: HealthProbe) -> Arc<HealthCheck> {
     Arc::new(HealthCheck {
         probe,
         probe_address: ProbeAddress::Server,
-        port: None,
+        probe_port: None,
         interval: Duration::from_millis(20),
         timeout: Duration::from_secs(20),
-        thresholds: Thresholds::new(2, 3).unwrap(),
-        jitter: Jitter::new(0.5).unwrap(),
+        thresholds: VerdictThresholds::new(2, 3).unwrap(),
+        jitter: HealthCheckJitter::new(0.5).unwrap(),
     })
 }
 
-fn http_probe(host: Option<&str>) -> HttpProbe {
+fn build_http_probe(host: Option<&str>) -> HttpProbe {
     HttpProbe {
-        path: "/healthz".to_owned(),
+        path_and_query: "/healthz".to_owned(),
         host: host.map(str::to_owned),
-        expected_status: StatusRange::success_or_redirect(),
+        expected_status: HttpStatusRange::success_or_redirect(),
     }
 }
 
@@ -71,28 +71,31 @@ fn serve_http_status<C: std::io::Read + std::io::Write>(
     });
 }
 
-fn run_probe(probe: Probe, vip: SocketAddr) -> Result<(), ProbeError> {
+fn run_probe(probe: HealthProbe, vip: SocketAddr) -> Result<(), ProbeError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let prober = Prober::new(health_check(probe), vip, None);
+    let prober = HealthProber::new(build_health_check(probe), vip, None);
     runtime.block_on(prober.probe_server(vip.ip()))
 }
 
 #[test]
 fn tcp_check_passes_if_a_connection_is_established() {
     let (_listener, address) = listen_on_loopback();
-    assert_eq!(run_probe(Probe::Tcp, address), Ok(()));
+    assert_eq!(run_probe(HealthProbe::Tcp, address), Ok(()));
     // A bound socket without a listener, so that no other test gets the port.
     let non_listening_socket = tokio::net::TcpSocket::new_v4().unwrap();
     non_listening_socket.bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
-    assert_eq!(run_probe(Probe::Tcp, non_listening_socket.local_addr().unwrap()), Err(ProbeError::ConnectionRefused));
+    assert_eq!(
+        run_probe(HealthProbe::Tcp, non_listening_socket.local_addr().unwrap()),
+        Err(ProbeError::ConnectionRefused)
+    );
 }
 
 #[test]
 fn server_with_an_ipv6_address_is_checked() {
     let (listener, address) = listen_on_address(Ipv6Addr::LOCALHOST.into());
     serve_http_status(listener, Arc::new(AtomicU16::new(200)), |stream| stream);
-    assert_eq!(run_probe(Probe::Tcp, address), Ok(()));
-    assert_eq!(run_probe(Probe::Http(http_probe(None)), address), Ok(()));
+    assert_eq!(run_probe(HealthProbe::Tcp, address), Ok(()));
+    assert_eq!(run_probe(HealthProbe::Http(build_http_probe(None)), address), Ok(()));
 }
 
 #[test]
@@ -100,7 +103,7 @@ fn ipv4_server_of_an_ipv6_vip_is_checked_at_its_own_address() {
     let (_listener, address) = listen_on_loopback();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let vip = SocketAddr::new("2001:db8::1".parse().unwrap(), address.port());
-    let prober = Prober::new(health_check(Probe::Tcp), vip, None);
+    let prober = HealthProber::new(build_health_check(HealthProbe::Tcp), vip, None);
     assert_eq!(runtime.block_on(prober.probe_server(address.ip())), Ok(()));
 }
 
@@ -109,22 +112,25 @@ fn http_check_passes_if_the_status_is_expected() {
     let (listener, address) = listen_on_loopback();
     let status = Arc::new(AtomicU16::new(200));
     serve_http_status(listener, status.clone(), |stream| stream);
-    assert_eq!(run_probe(Probe::Http(http_probe(None)), address), Ok(()));
-    assert_eq!(run_probe(Probe::Http(http_probe(Some("www.example.org"))), address), Ok(()));
+    assert_eq!(run_probe(HealthProbe::Http(build_http_probe(None)), address), Ok(()));
+    assert_eq!(run_probe(HealthProbe::Http(build_http_probe(Some("www.example.org"))), address), Ok(()));
     status.store(500, Ordering::Relaxed);
-    let error = run_probe(Probe::Http(http_probe(None)), address).unwrap_err().to_string();
+    let error = run_probe(HealthProbe::Http(build_http_probe(None)), address).unwrap_err().to_string();
     assert!(error.starts_with("answers 500 Internal Server Error: expected 200-399"), "{error}");
-    let status_500_probe = HttpProbe { expected_status: StatusRange::new(500, 500).unwrap(), ..http_probe(None) };
-    assert_eq!(run_probe(Probe::Http(status_500_probe), address), Ok(()));
+    let status_500_probe =
+        HttpProbe { expected_status: HttpStatusRange::new(500, 500).unwrap(), ..build_http_probe(None) };
+    assert_eq!(run_probe(HealthProbe::Http(status_500_probe), address), Ok(()));
 }
 
 #[test]
 fn silent_server_times_out() {
     let (_listener, address) = listen_on_loopback();
-    let short_timeout_check =
-        HealthCheck { timeout: Duration::from_millis(50), ..(*health_check(Probe::Http(http_probe(None)))).clone() };
+    let short_timeout_check = HealthCheck {
+        timeout: Duration::from_millis(50),
+        ..(*build_health_check(HealthProbe::Http(build_http_probe(None)))).clone()
+    };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let prober = Prober::new(Arc::new(short_timeout_check), address, None);
+    let prober = HealthProber::new(Arc::new(short_timeout_check), address, None);
     assert_eq!(
         runtime.block_on(prober.probe_server(address.ip())),
         Err(ProbeError::TimedOut(Duration::from_millis(50)))
@@ -139,7 +145,7 @@ fn answer_that_is_not_http_is_reported() {
             let _ = stream.unwrap().write_all(b"220 mail ready\r\n");
         }
     });
-    let error = run_probe(Probe::Http(http_probe(None)), address).unwrap_err().to_string();
+    let error = run_probe(HealthProbe::Http(build_http_probe(None)), address).unwrap_err().to_string();
     assert!(error.starts_with("HTTP: "), "{error}");
 }
 
@@ -174,7 +180,7 @@ fn start_https_server() -> (SocketAddr, String) {
 fn https_certificate_is_verified() {
     let (address, ca_certificate) = start_https_server();
     let run_https_probe = |host: Option<&str>, verification: CertificateVerification| {
-        run_probe(Probe::Https(http_probe(host), verification), address)
+        run_probe(HealthProbe::Https(build_http_probe(host), verification), address)
     };
     let own_authority = CertificateVerification::PemAuthorities(ca_certificate);
     assert_eq!(run_https_probe(None, own_authority.clone()), Ok(()));
@@ -206,17 +212,17 @@ fn checker_follows_the_http_status_of_the_server() {
     let (listener, address) = listen_on_loopback();
     let status = Arc::new(AtomicU16::new(200));
     serve_http_status(listener, status.clone(), |stream| stream);
-    let checker: Checker<u8> = Checker::start().unwrap();
-    let health_check = health_check(Probe::Http(http_probe(None)));
-    let checked_service = |keys: &[u8]| {
+    let checker: HealthChecker<u8> = HealthChecker::start().unwrap();
+    let health_check = build_health_check(HealthProbe::Http(build_http_probe(None)));
+    let build_checked_service = |keys: &[u8]| {
         let servers_by_key = keys.iter().map(|key| (*key, address.ip())).collect();
         vec![CheckedService { health_check: health_check.clone(), vip: address, servers_by_key, nat_table: None }]
     };
     let verdict_and_check_count = |key: u8| {
-        let (_, result) = checker.results().into_iter().find(|(result_key, _)| *result_key == key)?;
+        let (_, result) = checker.check_results().into_iter().find(|(result_key, _)| *result_key == key)?;
         Some((result.verdict(), result.check_count))
     };
-    checker.set_services(checked_service(&[1, 2]));
+    checker.set_checked_services(build_checked_service(&[1, 2]));
     wait_until("both are up", || {
         [1, 2].iter().all(|key| matches!(verdict_and_check_count(*key), Some((Some(HealthVerdict::Up), _))))
     });
@@ -224,7 +230,7 @@ fn checker_follows_the_http_status_of_the_server() {
     wait_until("both are down", || {
         [1, 2].iter().all(|key| matches!(verdict_and_check_count(*key), Some((Some(HealthVerdict::Down), _))))
     });
-    let (_, failed_result) = checker.results().remove(0);
+    let (_, failed_result) = checker.check_results().remove(0);
     assert!(
         failed_result.failure_count >= 3 && failed_result.last_error.starts_with("answers 503"),
         "{failed_result:?}"
@@ -232,12 +238,12 @@ fn checker_follows_the_http_status_of_the_server() {
 
     // Unchanged checks continue, and removed ones are forgotten.
     let check_count_before = verdict_and_check_count(1).unwrap().1;
-    checker.set_services(checked_service(&[1, 3]));
+    checker.set_checked_services(build_checked_service(&[1, 3]));
     wait_until("the third is known", || verdict_and_check_count(3).is_some());
     assert_eq!(verdict_and_check_count(2), None);
     assert!(verdict_and_check_count(1).unwrap().1 >= check_count_before);
     status.store(200, Ordering::Relaxed);
     wait_until("it is up again", || matches!(verdict_and_check_count(1), Some((Some(HealthVerdict::Up), _))));
-    checker.set_services(Vec::new());
-    wait_until("nothing is checked", || checker.results().is_empty());
+    checker.set_checked_services(Vec::new());
+    wait_until("nothing is checked", || checker.check_results().is_empty());
 }

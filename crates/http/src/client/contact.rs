@@ -27,22 +27,22 @@ impl FromStr for ControllerUrl {
     type Err = InvalidControllerUrl;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let invalid_url = || InvalidControllerUrl(text.to_owned());
+        let invalid_url_error = || InvalidControllerUrl(text.to_owned());
         let trimmed_url = text.trim_end_matches('/');
         if let Some(authority) = trimmed_url.strip_prefix("https://") {
-            let (host, port) = authority.rsplit_once(':').ok_or_else(invalid_url)?;
+            let (host, port) = authority.rsplit_once(':').ok_or_else(invalid_url_error)?;
             let is_host = !host.is_empty() && !host.contains(['/', '@', '?', '#', ' ']);
             let is_port = port.parse::<u16>().is_ok_and(|port| port > 0);
             return if is_host && is_port {
                 Ok(Self { is_https: true, host_and_port: authority.to_owned() })
             } else {
-                Err(invalid_url())
+                Err(invalid_url_error())
             };
         }
         let address: SocketAddr =
-            trimmed_url.strip_prefix("http://").unwrap_or(trimmed_url).parse().map_err(|_| invalid_url())?;
+            trimmed_url.strip_prefix("http://").unwrap_or(trimmed_url).parse().map_err(|_| invalid_url_error())?;
         // Without TLS, the token would cross a network unencrypted.
-        if address.ip().is_loopback() { Ok(address.into()) } else { Err(invalid_url()) }
+        if address.ip().is_loopback() { Ok(address.into()) } else { Err(invalid_url_error()) }
     }
 }
 
@@ -75,7 +75,7 @@ impl fmt::Display for ControllerUrl {
 
 /// Credential by which a caller proves its role.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Credential {
+pub enum ApiCredential {
     /// Token in a file that only its owner can read.
     Token {
         /// Path of the token file.

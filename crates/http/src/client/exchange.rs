@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::anyhow;
 use coreward_tls::connect::HttpsConnector;
-use coreward_tls::io::Io;
+use coreward_tls::io::PlainOrTlsStream;
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
@@ -24,9 +24,9 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 pub(super) struct PendingRequest {
     pub method: Method,
     /// Path and query of the request, without the leading `/v1/`.
-    pub path: String,
+    pub path_and_query: String,
     /// JSON body of the request, or `None` if it has no body.
-    pub body: Option<Vec<u8>>,
+    pub json_body: Option<Vec<u8>>,
 }
 
 /// Connects to a controller, sends a request, and returns the answer. Without a certificate, `token` authenticates the
@@ -37,11 +37,12 @@ pub(super) async fn connect_and_send(
     token: Option<&str>,
     request: PendingRequest,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
-    let io = with_timeout("no connection", CONNECT_TIMEOUT, async { Ok(connect(url, tls).await?) }).await?;
-    with_timeout("no answer", RESPONSE_TIMEOUT, send_request(io, url, token, request)).await
+    let io = await_with_timeout("no connection", CONNECT_TIMEOUT, async { Ok(connect_to_controller(url, tls).await?) })
+        .await?;
+    await_with_timeout("no answer", RESPONSE_TIMEOUT, send_request(io, url, token, request)).await
 }
 
-async fn with_timeout<T>(
+async fn await_with_timeout<T>(
     timeout_problem: &str,
     limit: Duration,
     future: impl Future<Output = anyhow::Result<T>>,
@@ -50,12 +51,12 @@ async fn with_timeout<T>(
     timeout_result.unwrap_or_else(|_| Err(anyhow!("{timeout_problem} within {} s", limit.as_secs())))
 }
 
-async fn connect(url: &ControllerUrl, tls: Option<&HttpsConnector>) -> io::Result<Io> {
+async fn connect_to_controller(url: &ControllerUrl, tls: Option<&HttpsConnector>) -> io::Result<PlainOrTlsStream> {
     let mut last_error = None;
     for address in tokio::net::lookup_host(&url.host_and_port).await? {
         let connect_result = match tls {
             Some(tls) => tls.connect(url.host(), address).await,
-            None => TcpStream::connect(address).await.map(Io::Plain),
+            None => TcpStream::connect(address).await.map(PlainOrTlsStream::Plain),
         };
         match connect_result {
             Ok(io) => return Ok(io),
@@ -66,23 +67,23 @@ async fn connect(url: &ControllerUrl, tls: Option<&HttpsConnector>) -> io::Resul
 }
 
 async fn send_request(
-    io: Io,
+    io: PlainOrTlsStream,
     url: &ControllerUrl,
     token: Option<&str>,
     pending_request: PendingRequest,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
     let mut request = Request::builder()
         .method(pending_request.method)
-        .uri(format!("/v1/{}", pending_request.path))
+        .uri(format!("/v1/{}", pending_request.path_and_query))
         .header(HOST, &url.host_and_port)
         .header(ACCEPT, "application/json");
     if let Some(token) = token {
         request = request.header(AUTHORIZATION, format!("Bearer {token}"));
     }
-    if pending_request.body.is_some() {
+    if pending_request.json_body.is_some() {
         request = request.header(CONTENT_TYPE, "application/json");
     }
-    let request = request.body(Full::new(Bytes::from(pending_request.body.unwrap_or_default())))?;
+    let request = request.body(Full::new(Bytes::from(pending_request.json_body.unwrap_or_default())))?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
     // The connection's future completes when the sender is dropped.
     let response_future = async move {

@@ -19,7 +19,7 @@ use coreward_wire::{
 };
 
 use super::Forwarder;
-use super::rejections::{RejectionSubject, log_rejection};
+use super::rejections::{RejectedUpdateSubject, log_rejection};
 use crate::resolvers::Neighbour;
 
 /// Time from the start of the process until a missing controller configuration is reported.
@@ -31,7 +31,7 @@ pub(super) struct ConfigurationState {
     /// Newest configuration generation that was confirmed on the current controller stream, or 0 if there is none.
     pub confirmed_generation: u64,
     /// Number by which changes refer to the applied configuration, or `None` if none is applied or applying it failed.
-    pub number: Option<u64>,
+    pub configuration_number: Option<u64>,
     /// Generation of the applied configuration, from any controller, or 0 if there is none.
     pub applied_generation: u64,
     /// Time at which the first configuration was applied, or `None` before it.
@@ -53,7 +53,7 @@ impl ConfigurationState {
 
     /// Records that a configuration was applied.
     fn record_applied_configuration(&mut self, configuration_number: u64, generation: u64) {
-        (self.number, self.confirmed_generation, self.applied_generation) =
+        (self.configuration_number, self.confirmed_generation, self.applied_generation) =
             (Some(configuration_number), generation, generation);
         self.first_applied_at.get_or_insert_with(monotonic_time);
     }
@@ -90,7 +90,7 @@ impl Forwarder {
     pub fn apply_and_report_change(&mut self, mut change: FleetChange, unusable_services: &[UnusableService]) {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
-            self.rejections.clear_rejection(RejectionSubject::ServiceWithIndex(service.index.get().into()));
+            self.rejections.clear_rejection(RejectedUpdateSubject::ServiceWithIndex(service.index.get().into()));
         }
         for index in &change.removed_service_indexes {
             self.rejections.remove_service(index.get().into());
@@ -129,12 +129,12 @@ impl Forwarder {
     ) {
         for service in unusable_services {
             self.rejections.record_rejection(
-                RejectionSubject::ServiceWithIndex(service.index),
+                RejectedUpdateSubject::ServiceWithIndex(service.index),
                 service.to_rejected_update(generation),
             );
         }
         match apply_result {
-            Ok(()) => self.rejections.clear_rejection(RejectionSubject::WholeConfiguration),
+            Ok(()) => self.rejections.clear_rejection(RejectedUpdateSubject::WholeConfiguration),
             Err(error) => self.reject_configuration(generation, error),
         }
     }
@@ -144,7 +144,7 @@ impl Forwarder {
         let (service, table) = (String::new(), false);
         let reason = format!("{error:#}");
         self.rejections.record_rejection(
-            RejectionSubject::WholeConfiguration,
+            RejectedUpdateSubject::WholeConfiguration,
             RejectedUpdate { service, generation, reason, table },
         );
     }
@@ -152,7 +152,7 @@ impl Forwarder {
     pub fn record_table_outcome(&mut self, service_index: u32, generation: u64, install_result: &anyhow::Result<()>) {
         let configured_service = ServiceIndex::new(service_index).and_then(|index| self.services_by_index.get(&index));
         let Err(error) = install_result else {
-            return self.rejections.clear_rejection(RejectionSubject::TableOfService(service_index));
+            return self.rejections.clear_rejection(RejectedUpdateSubject::TableOfService(service_index));
         };
         // The service's configuration was already rejected. The controller was informed of this, but still makes the
         // service's tables because other load balancers use them.
@@ -163,7 +163,7 @@ impl Forwarder {
             configured_service.map_or_else(|| format!("index {service_index}"), |(service, _)| service.name.clone());
         let reason = format!("{error:#}");
         self.rejections.record_rejection(
-            RejectionSubject::TableOfService(service_index),
+            RejectedUpdateSubject::TableOfService(service_index),
             RejectedUpdate { service: service_name, generation, reason, table: true },
         );
     }
@@ -171,7 +171,7 @@ impl Forwarder {
     /// Applies the keys, services and servers of a configuration. Tables follow later. A later change names this
     /// configuration by `configuration_number`. If the data plane cannot hold the services, this fails without effect.
     pub fn configure(&mut self, configuration_number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
-        self.configuration.number = None;
+        self.configuration.configuration_number = None;
         let address_and_mode = |service: &Service| (service.address, service.mode);
         let addresses_and_modes: Vec<_> = configuration.services.iter().map(address_and_mode).collect();
         let lb_service_indexes = self.load_balancer.set_services(&addresses_and_modes)?;
@@ -194,12 +194,12 @@ impl Forwarder {
         self.load_balancers = configuration.load_balancers;
         self.traffic_report_interval = configuration.report_interval;
         self.load_based_table_lifetime = configuration.table_lifetime;
-        self.table_ages.retain(|service| self.services_by_index.contains_key(&service));
+        self.table_ages.retain_services(|service| self.services_by_index.contains_key(&service));
         self.resolve_mac_addresses()?;
         self.index_servers_by_neighbour();
         self.masked_targets.retain(|(service, _)| self.services_by_index.contains_key(service));
         for index in self.services_by_index.keys().copied().collect::<Vec<_>>() {
-            self.set_servers(index);
+            self.set_servers_of_service(index);
         }
         self.set_connection_owners();
         self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
@@ -211,15 +211,15 @@ impl Forwarder {
     /// a complete configuration is needed instead. Fails if the change is based on another configuration
     /// ([`Forwarder::needs_complete_configuration`]), or for the same reasons as a complete configuration.
     pub fn try_apply_change(&mut self, change: FleetChange) -> anyhow::Result<()> {
-        if self.configuration.number != Some(change.base_number) {
+        if self.configuration.configuration_number != Some(change.base_configuration_number) {
             self.configuration.needs_complete = true;
             anyhow::bail!(
                 "the change is based on configuration {}, which is not in force: expected a complete configuration",
-                change.base_number
+                change.base_configuration_number
             );
         }
         if self.affects_more_than_servers(&change) {
-            let change_number = change.next_number;
+            let change_number = change.next_configuration_number;
             let previous_configuration =
                 self.current_configuration().context("a change without a configuration in force")?;
             let complete_configuration = change.apply_to(previous_configuration);
@@ -236,7 +236,8 @@ impl Forwarder {
         if has_health_checks {
             self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
         }
-        self.configuration.record_applied_configuration(change.next_number, next_configuration.generation);
+        self.configuration
+            .record_applied_configuration(change.next_configuration_number, next_configuration.generation);
         Ok(())
     }
 
@@ -275,7 +276,7 @@ impl Forwarder {
             self.resolve_mac_addresses()?;
             self.index_servers_by_neighbour();
         }
-        changed_services.into_iter().for_each(|index| self.set_servers(index));
+        changed_services.into_iter().for_each(|index| self.set_servers_of_service(index));
         Ok(has_health_checks)
     }
 
@@ -287,8 +288,11 @@ impl Forwarder {
     /// Applies a configuration that an earlier daemon saved. The controller's next configuration must then be complete.
     pub fn restore_saved_configuration(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
-        (self.configuration.confirmed_generation, self.configuration.number, self.configuration.is_unsaved) =
-            (0, None, false);
+        (
+            self.configuration.confirmed_generation,
+            self.configuration.configuration_number,
+            self.configuration.is_unsaved,
+        ) = (0, None, false);
         Ok(())
     }
 
@@ -340,7 +344,7 @@ impl Forwarder {
     pub(super) fn resolve_mac_addresses(&mut self) -> anyhow::Result<()> {
         self.read_next_hops();
         let neighbours_of_service = |(service, _): &(Service, _)| {
-            service.servers.iter().filter_map(|server| self.neighbour_of(service, server)).collect::<Vec<_>>()
+            service.servers.iter().filter_map(|server| self.neighbour_for_server(service, server)).collect::<Vec<_>>()
         };
         let server_neighbours = self.services_by_index.values().flat_map(neighbours_of_service);
         let other_peers = self.load_balancers.iter().filter(|peer| peer.name != self.own_name);
@@ -354,7 +358,7 @@ impl Forwarder {
         let mut servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>> = HashMap::new();
         for (index, (service, _)) in &self.services_by_index {
             for (position, server) in service.servers.iter().enumerate() {
-                if let Some(neighbour) = self.neighbour_of(service, server) {
+                if let Some(neighbour) = self.neighbour_for_server(service, server) {
                     servers_by_neighbour.entry(neighbour).or_default().push((*index, position));
                 }
             }
@@ -364,21 +368,21 @@ impl Forwarder {
 
     /// Applies all of the service's servers to the data plane. A server whose MAC address is unknown keeps the address
     /// from an earlier process until ARP finds another.
-    pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
+    pub(super) fn set_servers_of_service(&mut self, service_index: ServiceIndex) {
         self.mask_down_servers(service_index);
         let Some((service, lb_service_index)) = self.services_by_index.get(&service_index) else { return };
         let mut removed_server_ids: HashSet<ServerId> =
-            self.load_balancer.member_ids(*lb_service_index).into_iter().collect();
+            self.load_balancer.member_server_ids(*lb_service_index).into_iter().collect();
         self.load_balancer.set_broadcast_vlan(*lb_service_index, self.broadcast_vlan(service));
         for server in &service.servers {
             removed_server_ids.remove(&server.id);
             let previous_server = self.load_balancer.server(*lb_service_index, server.id);
-            let neighbour = self.neighbour_of(service, server);
+            let neighbour = self.neighbour_for_server(service, server);
             let mac = neighbour.and_then(|neighbour| self.mac_addresses.get(&neighbour).copied());
             let mac =
                 mac.or_else(|| previous_server.and_then(|lb_server| lb_server.mac)).filter(|_| neighbour.is_some());
-            let tunnel = lb::Tunnel { destination_address: server.address, source_port: None };
-            if let Err(error) = self.load_balancer.set_tunnel(server.id, tunnel) {
+            let tunnel = lb::ServerTunnel { destination_address: server.address, source_port: None };
+            if let Err(error) = self.load_balancer.set_server_tunnel(server.id, tunnel) {
                 tracing::error!(
                     event = "server-address-not-set",
                     server = server.name,
@@ -388,7 +392,7 @@ impl Forwarder {
                     "the load balancer cannot encapsulate packets for the server's new address"
                 );
             }
-            self.load_balancer.set_server_vlan(server.id, self.vlan_of(service, server));
+            self.load_balancer.set_server_vlan(server.id, self.vlan_for_server(service, server));
             let new_server = lb::Server { mac, is_eligible: self.may_get_new_connections(service_index, server) };
             // After a switch to LB-side stamping, even an unchanged server's address must be set.
             if previous_server != Some(new_server) || service.mode.timestamps == TimestampOrigin::LoadBalancer {

@@ -11,11 +11,11 @@ impl Forwarder {
     /// Returns the timestamp clocks of the servers for which load balancers stamp packets. If a service's clocks cannot
     /// be read, logs this and omits them.
     pub(super) fn clocks_of_lb_stamped_servers(&self) -> Vec<v1::ServerClock> {
-        self.lb_stamped_services().flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
+        self.lb_stamped_services().flat_map(|(service, index)| self.server_clocks_of_service(service, *index)).collect()
     }
 
-    fn clocks_of_service(&self, service: &Service, index: lb::ServiceIndex) -> Vec<v1::ServerClock> {
-        let clocks = self.load_balancer.server_clocks(index).unwrap_or_else(|error| {
+    fn server_clocks_of_service(&self, service: &Service, index: lb::ServiceIndex) -> Vec<v1::ServerClock> {
+        let clocks = self.load_balancer.server_clock_measurements(index).unwrap_or_else(|error| {
             tracing::warn!(
                 event = "clocks-unreadable",
                 service = service.name,
@@ -24,7 +24,7 @@ impl Forwarder {
             );
             Vec::new()
         });
-        let to_server_clock = |(id, clock): (ServerId, lb::ServerClock)| {
+        let to_server_clock = |(id, clock): (ServerId, lb::ServerClockMeasurements)| {
             let server = service.servers.iter().find(|server| server.id == id)?;
             Some(v1::ServerClock {
                 service: service.name.clone(),

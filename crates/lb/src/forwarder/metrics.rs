@@ -6,47 +6,47 @@ use coreward_dataplane::lb::{self, COUNTER_NAMES};
 use coreward_metrics::component;
 use coreward_metrics::component::{CONFIGURATION_GENERATION, TABLE_GENERATION};
 use coreward_metrics::metrics;
-use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::snapshot::MetricsSnapshot;
 use coreward_metrics::table::MetricKind::{Counter, Gauge};
-use coreward_metrics::table::{Component, Family, Histogram, family, histogram};
+use coreward_metrics::table::{Component, HistogramMetric, MetricFamily, declare_family, declare_histogram};
 use coreward_wire::{Service, ServiceIndex, v1};
 
 use super::Forwarder;
 
 metrics! {
-    LB_SEND_DROPS_TOTAL: Family<0> = family(
+    LB_SEND_DROPS_TOTAL: MetricFamily<0> = declare_family(
         Counter, "coreward_lb_send_drops_total", &[], &[Component::Lb],
         "Frames sent by XDP that the driver dropped, by its counters",
     );
-    LB_MASKED_SERVERS: Family<0> = family(
+    LB_MASKED_SERVERS: MetricFamily<0> = declare_family(
         Gauge, "coreward_lb_masked_servers", &[], &[Component::Lb],
         "Servers that this load balancer masks because its own checks find them down",
     );
-    LB_EXPIRED_TABLES: Family<0> = family(
+    LB_EXPIRED_TABLES: MetricFamily<0> = declare_family(
         Gauge, "coreward_lb_expired_tables", &[], &[Component::Lb],
         "Services with an expired placement table: this load balancer places by its own counts",
     );
-    LB_ANNOUNCED_VIPS: Family<0> = family(
+    LB_ANNOUNCED_VIPS: MetricFamily<0> = declare_family(
         Gauge, "coreward_lb_announced_vips", &[], &[Component::Lb],
         "VIPs announced to the routers, with [announce]",
     );
-    LB_SERVICE_PACKETS_TOTAL: Family<2> = family(
+    LB_SERVICE_PACKETS_TOTAL: MetricFamily<2> = declare_family(
         Counter, "coreward_lb_service_packets_total", &["service", "decision"], &[Component::Lb],
         "Packets of a service forwarded or passed on, by decision",
     );
-    LB_SERVICE_DROPS_TOTAL: Family<2> = family(
+    LB_SERVICE_DROPS_TOTAL: MetricFamily<2> = declare_family(
         Counter, "coreward_lb_service_drops_total", &["service", "reason"], &[Component::Lb],
         "Dropped packets of a service, by reason",
     );
-    LB_SERVICE_FORWARDED_BYTES_TOTAL: Family<1> = family(
+    LB_SERVICE_FORWARDED_BYTES_TOTAL: MetricFamily<1> = declare_family(
         Counter, "coreward_lb_service_forwarded_bytes_total", &["service"], &[Component::Lb],
         "Bytes of a service's forwarded frames",
     );
-    LB_SERVICE_HANDSHAKES_FAIL: Family<1> = family(
+    LB_SERVICE_HANDSHAKES_FAIL: MetricFamily<1> = declare_family(
         Gauge, "coreward_lb_service_handshakes_fail", &["service"], &[Component::Lb],
         "1: most new TCP connections do not become established",
     );
-    LB_TABLE_INSTALL_SECONDS: Histogram = histogram(
+    LB_TABLE_INSTALL_SECONDS: HistogramMetric = declare_histogram(
         "coreward_lb_table_install_seconds", &[Component::Lb],
         "Time from the arrival of a table to the table in force",
     );
@@ -54,24 +54,24 @@ metrics! {
 
 impl Forwarder {
     pub fn record_install_latency(&mut self, latency: Duration) {
-        self.table_install_latency.observe(latency);
+        self.table_install_latency.observe_latency(latency);
     }
 
     /// Returns the current value of every metric. `state` is the daemon's state message.
-    pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
-        let mut snapshot = component::base_snapshot(Component::Lb);
+    pub fn metrics_snapshot(&self, state: &v1::LoadBalancerState) -> MetricsSnapshot {
+        let mut snapshot = component::base_metrics_snapshot(Component::Lb);
         snapshot.add_value(&CONFIGURATION_GENERATION, [], self.configuration.confirmed_generation as f64);
         component::add_load_balancer_metrics(&mut snapshot, &self.own_name, state);
         snapshot.add_histogram(&LB_TABLE_INSTALL_SECONDS, self.table_install_latency);
         snapshot.add_value(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
         snapshot.add_value(&LB_MASKED_SERVERS, [], self.masked_targets.len() as f64);
         snapshot.add_value(&LB_EXPIRED_TABLES, [], self.table_ages.services_with_expired_tables().len() as f64);
-        if let Some(announced_count) = self.announced_vips.count {
+        if let Some(announced_count) = self.announced_vips.vip_count {
             snapshot.add_value(&LB_ANNOUNCED_VIPS, [], announced_count as f64);
         }
         let health_by_service: Vec<(ServiceIndex, v1::ServerHealth)> = self
             .health_checks
-            .checked_servers()
+            .checked_server_results()
             .map(|(service, _, check_result)| (service, (&check_result).into()))
             .collect();
         for (service, _) in self.services_by_index.values().filter(|(service, _)| service.health_check.is_some()) {
@@ -87,11 +87,16 @@ impl Forwarder {
         snapshot
     }
 
-    fn add_service_metrics(&self, snapshot: &mut Snapshot, service: &Service, lb_service_index: lb::ServiceIndex) {
+    fn add_service_metrics(
+        &self,
+        snapshot: &mut MetricsSnapshot,
+        service: &Service,
+        lb_service_index: lb::ServiceIndex,
+    ) {
         let service_name = service.name.as_str();
         let is_failing = self.symptoms.failing_services.contains(&service.index);
         snapshot.add_value(&LB_SERVICE_HANDSHAKES_FAIL, [service_name], f64::from(u8::from(is_failing)));
-        if let Some(generation) = self.load_balancer.table_generation(lb_service_index) {
+        if let Some(generation) = self.load_balancer.placement_table_generation(lb_service_index) {
             snapshot.add_value(&TABLE_GENERATION, [service_name], generation as f64);
         }
         let counters = self.load_balancer.service_counters(lb_service_index);

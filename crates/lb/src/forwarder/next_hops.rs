@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 
-use coreward_dataplane::routes::Routes;
+use coreward_dataplane::routes::RouteSockets;
 use coreward_dataplane::{device, neighbour, vlan_device};
 use coreward_model::vlan::Vlan;
 use coreward_wire::{Server, Service};
@@ -15,16 +15,16 @@ use crate::resolvers::Neighbour;
 const IPV6_MIN_MTU: usize = 1280;
 
 /// Next hops of encapsulated packets, as the kernel routes them.
-pub(super) struct NextHops {
-    pub kernel_routes: Routes,
+pub(super) struct ServerNextHops {
+    pub kernel_routes: RouteSockets,
     /// Next hop to each server whose packets are encapsulated. Servers without a route have no entry.
     by_server: HashMap<Neighbour, IpAddr>,
     /// Warnings that name servers to which the kernel has no route.
     route_warnings: BTreeSet<String>,
 }
 
-impl NextHops {
-    pub fn new(kernel_routes: Routes) -> Self {
+impl ServerNextHops {
+    pub fn new(kernel_routes: RouteSockets) -> Self {
         Self { kernel_routes, by_server: HashMap::new(), route_warnings: BTreeSet::new() }
     }
 }
@@ -32,8 +32,8 @@ impl NextHops {
 impl Forwarder {
     /// Returns the neighbour to which packets of `service` for `server` are sent, or `None` if the kernel has no route
     /// to the server.
-    pub(super) fn neighbour_of(&self, service: &Service, server: &Server) -> Option<Neighbour> {
-        let server_neighbour = Neighbour { vlan: self.vlan_of(service, server), address: server.address };
+    pub(super) fn neighbour_for_server(&self, service: &Service, server: &Server) -> Option<Neighbour> {
+        let server_neighbour = Neighbour { vlan: self.vlan_for_server(service, server), address: server.address };
         if !service.mode.forwarding.encapsulates() {
             return Some(server_neighbour);
         }
@@ -50,15 +50,17 @@ impl Forwarder {
     /// Reads the kernel's next hop to each server whose packets are encapsulated.
     pub(super) fn read_next_hops(&mut self) {
         let to_neighbour_and_name = |service: &Service, server: &Server| {
-            (Neighbour { vlan: self.vlan_of(service, server), address: server.address }, server.name.clone())
+            (Neighbour { vlan: self.vlan_for_server(service, server), address: server.address }, server.name.clone())
         };
         let servers_of_service = |service: &Service| {
             service.servers.iter().map(|server| to_neighbour_and_name(service, server)).collect::<Vec<_>>()
         };
         let service_names_by_server: HashMap<Neighbour, String> =
             self.encapsulating_services().flat_map(servers_of_service).collect();
-        let devices_by_vlan =
-            vlan_device::vlan_device_names(&self.interface, service_names_by_server.keys().map(|server| server.vlan));
+        let devices_by_vlan = vlan_device::vlan_device_names(
+            &self.interface_name,
+            service_names_by_server.keys().map(|server| server.vlan),
+        );
         let to_interface_index = |device: &String| nix::net::if_::if_nametoindex(device.as_str()).ok();
         let interface_indexes: HashMap<Vlan, u32> =
             devices_by_vlan.iter().filter_map(|(vlan, device)| Some((*vlan, to_interface_index(device)?))).collect();
@@ -69,7 +71,7 @@ impl Forwarder {
                 self.next_hops.by_server.insert(server, server.address);
                 continue;
             };
-            match self.next_hops.kernel_routes.next_hop(*interface_index, server.address) {
+            match self.next_hops.kernel_routes.find_next_hop(*interface_index, server.address) {
                 Ok(next_hop) => drop(self.next_hops.by_server.insert(server, next_hop)),
                 Err(error) => {
                     let server_address = server.address;
@@ -103,13 +105,13 @@ impl Forwarder {
             .count();
         tracing::info!(
             event = "next-hops-changed",
-            interface = self.interface,
+            interface = self.interface_name,
             servers,
             "the kernel's routes have changed: the load balancer sends packets for servers to other next hops"
         );
         self.index_servers_by_neighbour();
         for index in self.services_by_index.keys().copied().collect::<Vec<_>>() {
-            self.set_servers(index);
+            self.set_servers_of_service(index);
         }
     }
 
@@ -147,15 +149,18 @@ impl Forwarder {
     fn mtu_warning(&self) -> Option<String> {
         let ipv6_services = self.encapsulating_services().filter(|service| service.address.vip_and_port.is_ipv6());
         let packet_lengths = ipv6_services.flat_map(|service| {
-            service.servers.iter().map(|server| IPV6_MIN_MTU + service.mode.forwarding.overhead_bytes(server.address))
+            service
+                .servers
+                .iter()
+                .map(|server| IPV6_MIN_MTU + service.mode.forwarding.encapsulation_overhead_bytes(server.address))
         });
         let required_mtu = packet_lengths.max()?;
-        let mtu = device::interface_mtu_bytes(&self.interface).ok()? as usize;
+        let mtu = device::interface_mtu_bytes(&self.interface_name).ok()? as usize;
         (mtu < required_mtu).then(|| {
             format!(
                 "interface {:?} has an MTU of {mtu}: expected at least {required_mtu}, an IPv6 packet of \
                  {IPV6_MIN_MTU} bytes in its outer header, or such packets of services with IPv6 VIPs are dropped",
-                self.interface
+                self.interface_name
             )
         })
     }

@@ -17,19 +17,19 @@ pub fn log_rejection(kind: &str, rejected_update: Option<&RejectedUpdate>, error
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum RejectionSubject {
+pub enum RejectedUpdateSubject {
     WholeConfiguration,
     ServiceWithIndex(u32),
     TableOfService(u32),
 }
 
 #[derive(Debug, Default)]
-pub struct RejectedUpdates(BTreeMap<RejectionSubject, RejectedUpdate>);
+pub struct RejectedUpdates(BTreeMap<RejectedUpdateSubject, RejectedUpdate>);
 
 impl RejectedUpdates {
     /// Records an unusable update. Logs it only if its subject or reason is new, because tables arrive ten times a
     /// second.
-    pub fn record_rejection(&mut self, subject: RejectionSubject, rejected_update: RejectedUpdate) {
+    pub fn record_rejection(&mut self, subject: RejectedUpdateSubject, rejected_update: RejectedUpdate) {
         let has_same_reason = |previous_update: &RejectedUpdate| {
             previous_update.service == rejected_update.service && previous_update.reason == rejected_update.reason
         };
@@ -41,19 +41,20 @@ impl RejectedUpdates {
     }
 
     /// Records that the subject's newest update is usable.
-    pub fn clear_rejection(&mut self, subject: RejectionSubject) {
+    pub fn clear_rejection(&mut self, subject: RejectedUpdateSubject) {
         self.0.remove(&subject);
     }
 
     pub fn remove_service(&mut self, service_index: u32) {
-        self.0.remove(&RejectionSubject::ServiceWithIndex(service_index));
-        self.0.remove(&RejectionSubject::TableOfService(service_index));
+        self.0.remove(&RejectedUpdateSubject::ServiceWithIndex(service_index));
+        self.0.remove(&RejectedUpdateSubject::TableOfService(service_index));
     }
 
     /// Removes all rejected updates before a complete configuration is applied, except tables of services for which
     /// `is_service` returns true.
     pub fn retain_tables(&mut self, is_service: impl Fn(u32) -> bool) {
-        self.0.retain(|subject, _| matches!(subject, RejectionSubject::TableOfService(index) if is_service(*index)));
+        self.0
+            .retain(|subject, _| matches!(subject, RejectedUpdateSubject::TableOfService(index) if is_service(*index)));
     }
 
     pub fn clear(&mut self) {
@@ -61,10 +62,10 @@ impl RejectedUpdates {
     }
 
     pub fn is_service_rejected(&self, service_index: u32) -> bool {
-        self.0.contains_key(&RejectionSubject::ServiceWithIndex(service_index))
+        self.0.contains_key(&RejectedUpdateSubject::ServiceWithIndex(service_index))
     }
 
-    pub fn all_rejected_updates(&self) -> Vec<RejectedUpdate> {
+    pub fn rejected_updates(&self) -> Vec<RejectedUpdate> {
         self.0.values().cloned().collect()
     }
 }
@@ -75,31 +76,38 @@ mod tests {
 
     #[test]
     fn rejection_lasts_until_the_next_update_of_its_subject() {
-        let new_rejection = |service: &str, generation, table| RejectedUpdate {
+        let new_rejected_update = |service: &str, generation, table| RejectedUpdate {
             service: service.into(),
             generation,
             reason: "unknown".into(),
             table,
         };
         let mut rejections = RejectedUpdates::default();
-        rejections.record_rejection(RejectionSubject::ServiceWithIndex(1), new_rejection("web", 3, false));
-        rejections.record_rejection(RejectionSubject::TableOfService(1), new_rejection("web", 8, true));
-        rejections.record_rejection(RejectionSubject::TableOfService(1), new_rejection("web", 9, true));
-        rejections.record_rejection(RejectionSubject::ServiceWithIndex(2), new_rejection("dns", 3, false));
+        rejections.record_rejection(RejectedUpdateSubject::ServiceWithIndex(1), new_rejected_update("web", 3, false));
+        rejections.record_rejection(RejectedUpdateSubject::TableOfService(1), new_rejected_update("web", 8, true));
+        rejections.record_rejection(RejectedUpdateSubject::TableOfService(1), new_rejected_update("web", 9, true));
+        rejections.record_rejection(RejectedUpdateSubject::ServiceWithIndex(2), new_rejected_update("dns", 3, false));
         assert_eq!(
-            rejections.all_rejected_updates(),
-            [new_rejection("web", 3, false), new_rejection("dns", 3, false), new_rejection("web", 9, true)]
+            rejections.rejected_updates(),
+            [
+                new_rejected_update("web", 3, false),
+                new_rejected_update("dns", 3, false),
+                new_rejected_update("web", 9, true)
+            ]
         );
-        rejections.clear_rejection(RejectionSubject::ServiceWithIndex(1));
-        assert_eq!(rejections.all_rejected_updates(), [new_rejection("dns", 3, false), new_rejection("web", 9, true)]);
+        rejections.clear_rejection(RejectedUpdateSubject::ServiceWithIndex(1));
+        assert_eq!(
+            rejections.rejected_updates(),
+            [new_rejected_update("dns", 3, false), new_rejected_update("web", 9, true)]
+        );
         rejections.retain_tables(|index| index == 1);
-        assert_eq!(rejections.all_rejected_updates(), [new_rejection("web", 9, true)]);
+        assert_eq!(rejections.rejected_updates(), [new_rejected_update("web", 9, true)]);
         rejections.retain_tables(|_| false);
-        assert_eq!(rejections.all_rejected_updates(), []);
-        rejections.record_rejection(RejectionSubject::ServiceWithIndex(2), new_rejection("dns", 3, false));
-        rejections.record_rejection(RejectionSubject::TableOfService(2), new_rejection("dns", 3, true));
+        assert_eq!(rejections.rejected_updates(), []);
+        rejections.record_rejection(RejectedUpdateSubject::ServiceWithIndex(2), new_rejected_update("dns", 3, false));
+        rejections.record_rejection(RejectedUpdateSubject::TableOfService(2), new_rejected_update("dns", 3, true));
         assert!(rejections.is_service_rejected(2) && !rejections.is_service_rejected(1));
         rejections.remove_service(2);
-        assert_eq!(rejections.all_rejected_updates(), []);
+        assert_eq!(rejections.rejected_updates(), []);
     }
 }

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::{ethtool, lb, veth};
-use coreward_model::recent::{GROWTH_WINDOW, RecentCounterSamples, most_handshakes_fail};
+use coreward_model::recent::{COUNTER_GROWTH_WINDOW, RecentCounterSamples, most_handshakes_fail};
 use coreward_model::tuple::Protocol;
 use coreward_wire::ServiceIndex;
 
 use super::Forwarder;
 
 #[derive(Default)]
-pub(super) struct Symptoms {
+pub(super) struct PacketLossSymptoms {
     recent_send_drops: RecentCounterSamples<1>,
     /// Number of frames that the driver has dropped since the device was created, although the program had sent them.
     pub send_drops_total: u64,
@@ -22,8 +22,8 @@ pub(super) struct Symptoms {
     descriptions_by_symptom: BTreeMap<String, String>,
 }
 
-impl Symptoms {
-    pub fn descriptions(&self) -> impl Iterator<Item = &String> {
+impl PacketLossSymptoms {
+    pub fn symptom_descriptions(&self) -> impl Iterator<Item = &String> {
         self.descriptions_by_symptom.values()
     }
 }
@@ -50,7 +50,7 @@ impl Forwarder {
             tracing::info!(
                 event = "symptom-gone",
                 symptom = symptom,
-                window_s = GROWTH_WINDOW.as_secs(),
+                window_s = COUNTER_GROWTH_WINDOW.as_secs(),
                 "the load balancer's counters no longer show this symptom of lost packets"
             );
         }
@@ -58,25 +58,25 @@ impl Forwarder {
     }
 
     fn send_drop_symptom(&mut self, now: Duration) -> Option<(String, String)> {
-        let counters = ethtool::xdp_transmit_errors(&self.interface);
+        let counters = ethtool::xdp_transmit_error_counters(&self.interface_name);
         let total_drop_count = counters.iter().map(|(_, count)| count).sum();
         self.symptoms.send_drops_total = total_drop_count;
         let [recent_drop_count] = self.symptoms.recent_send_drops.record_and_get_growth(now, [total_drop_count]);
         let counter_names: Vec<&str> = counters.iter().map(|(name, _)| name.as_str()).collect();
-        let symptom_name = format!("{} drops frames that XDP sent", self.interface);
+        let symptom_name = format!("{} drops frames that XDP sent", self.interface_name);
         let description = format!(
             "{symptom_name}: {recent_drop_count} in {} s ({}); see `coreward doctor`",
-            GROWTH_WINDOW.as_secs(),
+            COUNTER_GROWTH_WINDOW.as_secs(),
             counter_names.join(", ")
         );
         (recent_drop_count > 0).then_some((symptom_name, description))
     }
 
     fn veth_peer_symptom(&self) -> Option<(String, String)> {
-        let interface_index = nix::net::if_::if_nametoindex(self.interface.as_str()).ok()?;
+        let interface_index = nix::net::if_::if_nametoindex(self.interface_name.as_str()).ok()?;
         let are_frames_lost = self.attached_xdp_mode == lb::AttachedXdpMode::Native
             && veth::peer_has_native_xdp(interface_index) == Some(false);
-        let symptom_name = format!("the other end of the veth {} has no XDP program", self.interface);
+        let symptom_name = format!("the other end of the veth {} has no XDP program", self.interface_name);
         let description =
             format!("{symptom_name}: frames that XDP sends are dropped or wait there; see `coreward doctor`");
         are_frames_lost.then_some((symptom_name, description))
@@ -91,7 +91,7 @@ impl Forwarder {
                 continue;
             }
             let counters = self.load_balancer.service_counters(*lb_service_index);
-            let syn_and_established_counts = [counters.syn_packets(), counters.established_packets()];
+            let syn_and_established_counts = [counters.syn_packet_count(), counters.established_packet_count()];
             let [syn_count, other_packet_count] = self
                 .symptoms
                 .recent_handshake_counters
@@ -103,7 +103,7 @@ impl Forwarder {
                 let symptom_name = format!("service {}: most new connections do not become established", service.name);
                 let description = format!(
                     "{symptom_name}: {syn_count} SYNs and {other_packet_count} other packets in {} s",
-                    GROWTH_WINDOW.as_secs()
+                    COUNTER_GROWTH_WINDOW.as_secs()
                 );
                 symptoms.push((symptom_name, description));
             }

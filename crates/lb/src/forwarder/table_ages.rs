@@ -8,10 +8,10 @@ use std::time::Duration;
 use coreward_dataplane::clock::monotonic_time;
 use coreward_dataplane::lb;
 use coreward_model::ServerId;
-use coreward_model::consistency::Consistency;
+use coreward_model::consistency::ConsistencyMode;
 use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{BucketCount, PlacementTable};
-use coreward_model::policy::{self, LeastPolicy, Policy as _, Pool, PoolServer};
+use coreward_model::policy::{self, LeastPolicy, Policy as _, PoolServer, ServerPool};
 use coreward_wire::{Server, Service, ServiceIndex};
 
 use super::{Forwarder, PROGRAM_LOAD_TIMEOUT};
@@ -23,7 +23,7 @@ const OWN_TABLE_GENERATION: u64 = 0;
 
 /// Ages of the services' current tables. All times are readings of one monotonic clock.
 #[derive(Debug)]
-pub struct TableAges {
+pub struct PlacementTableAges {
     /// Start of this process, from which the age of an earlier process's tables is measured.
     process_started_at: Duration,
     /// Time at which the stream that brought a service's newest table ended, or `None` while the stream is open.
@@ -34,7 +34,7 @@ pub struct TableAges {
     candidate_choice_count: u64,
 }
 
-impl TableAges {
+impl PlacementTableAges {
     pub fn new(process_started_at: Duration) -> Self {
         Self {
             process_started_at,
@@ -55,12 +55,12 @@ impl TableAges {
         self.stream_end_by_service.values_mut().for_each(|stream_end| *stream_end = stream_end.or(Some(now)));
     }
 
-    pub fn retain(&mut self, is_service: impl Fn(ServiceIndex) -> bool) {
+    pub fn retain_services(&mut self, is_service: impl Fn(ServiceIndex) -> bool) {
         self.stream_end_by_service.retain(|service, _| is_service(*service));
         self.opened_count_by_expired_service.retain(|service, _| is_service(*service));
     }
 
-    fn exceeds_lifetime(&self, service: ServiceIndex, table_lifetime: Duration, now: Duration) -> bool {
+    fn exceeds_table_lifetime(&self, service: ServiceIndex, table_lifetime: Duration, now: Duration) -> bool {
         let aging_since = self.stream_end_by_service.get(&service).copied().unwrap_or(Some(self.process_started_at));
         aging_since.is_some_and(|started_at| now.saturating_sub(started_at) >= table_lifetime)
     }
@@ -82,17 +82,17 @@ impl Forwarder {
             return;
         }
         self.table_ages.last_candidate_choice_at = now;
-        let is_expired = |(service, index): &&(Service, lb::ServiceIndex)| {
-            let may_choose = match self.load_balancer.table_generation(*index) {
+        let is_table_expired = |(service, index): &&(Service, lb::ServiceIndex)| {
+            let may_choose = match self.load_balancer.placement_table_generation(*index) {
                 None => may_choose_candidates(service),
                 Some(generation) => {
                     generation == OWN_TABLE_GENERATION || policy::policy_reads_loads(&service.policy_name)
                 }
             };
-            may_choose && self.table_ages.exceeds_lifetime(service.index, self.load_based_table_lifetime, now)
+            may_choose && self.table_ages.exceeds_table_lifetime(service.index, self.load_based_table_lifetime, now)
         };
         let expired_services: Vec<_> =
-            self.services_by_index.values().filter(is_expired).map(|(service, _)| service.index).collect();
+            self.services_by_index.values().filter(is_table_expired).map(|(service, _)| service.index).collect();
         if expired_services.is_empty() {
             return;
         }
@@ -120,13 +120,15 @@ impl Forwarder {
             |server: &Server| server.is_eligible && !self.masked_targets.contains(&(service_index, server.id));
         let choose_candidates = |table: &PlacementTable| {
             let member_ids: BTreeSet<ServerId> = table.members.iter().map(|member| member.server).collect();
-            let eligible_servers = eligible_pool(
+            let eligible_servers = build_eligible_pool(
                 service,
                 |server| member_ids.contains(&server.id) && takes_new_connections(server),
                 traffic_by_server,
             );
-            least_policy
-                .candidate_table(&eligible_servers.with_opened_connections(newly_opened_count), table.bucket_count)
+            least_policy.build_candidate_table(
+                &eligible_servers.with_opened_connections(newly_opened_count),
+                table.bucket_count,
+            )
         };
         if let Err(error) =
             install_result.and_then(|()| self.load_balancer.replace_candidates(*lb_service_index, choose_candidates))
@@ -160,10 +162,10 @@ impl Forwarder {
         traffic_by_server: &HashMap<ServerId, ServerTraffic>,
     ) -> anyhow::Result<()> {
         let (service, lb_service_index) = &self.services_by_index[&service_index];
-        if self.load_balancer.table_generation(*lb_service_index).is_some() {
+        if self.load_balancer.placement_table_generation(*lb_service_index).is_some() {
             return Ok(());
         }
-        let eligible_servers = eligible_pool(service, |server| server.is_eligible, traffic_by_server);
+        let eligible_servers = build_eligible_pool(service, |server| server.is_eligible, traffic_by_server);
         let own_table = least_policy.compute_table(&eligible_servers, BucketCount::PAPER_VALUE, OWN_TABLE_GENERATION);
         coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
             self.load_balancer.install_table(*lb_service_index, &own_table)
@@ -194,16 +196,18 @@ fn log_expired_table(service: &Service, lifetime: Duration) {
 /// Returns whether this load balancer may choose candidate servers for a service. Without a cookie or connection table,
 /// all load balancers must choose alike, because connections would otherwise change their server.
 fn may_choose_candidates(service: &Service) -> bool {
-    matches!(service.mode.consistency, Consistency::Stateless | Consistency::Stateful | Consistency::HashTable)
-        && service.servers.iter().any(|server| server.is_eligible)
+    matches!(
+        service.mode.consistency,
+        ConsistencyMode::Stateless | ConsistencyMode::Stateful | ConsistencyMode::HashTable
+    ) && service.servers.iter().any(|server| server.is_eligible)
 }
 
 /// Returns the servers that take new connections of a service, with the loads that this load balancer counts.
-fn eligible_pool(
+fn build_eligible_pool(
     service: &Service,
     takes_new_connections: impl Fn(&Server) -> bool,
     traffic_by_server: &HashMap<ServerId, ServerTraffic>,
-) -> Pool {
+) -> ServerPool {
     let eligible_servers = service.servers.iter().filter(|server| takes_new_connections(server));
     let to_pool_server = |server: &Server| {
         let open_connection_count = traffic_by_server.get(&server.id).map_or(0, |server_traffic| {
@@ -216,7 +220,7 @@ fn eligible_pool(
             ..PoolServer::new(server.id)
         }
     };
-    Pool::new(eligible_servers.map(to_pool_server).collect(), 1)
+    ServerPool::new(eligible_servers.map(to_pool_server).collect(), 1)
 }
 
 #[cfg(test)]
@@ -230,36 +234,39 @@ mod tests {
     #[test]
     fn table_ages_only_after_the_end_of_its_stream() {
         let [start, lifetime] = [100, 10].map(Duration::from_secs);
-        let at = |seconds| start + Duration::from_secs(seconds);
-        let mut table_ages = TableAges::new(start);
+        let time_at_second = |seconds| start + Duration::from_secs(seconds);
+        let mut table_ages = PlacementTableAges::new(start);
         // The table was installed by an earlier process.
         assert!(
-            !table_ages.exceeds_lifetime(service_index(1), lifetime, at(9))
-                && table_ages.exceeds_lifetime(service_index(1), lifetime, at(10))
+            !table_ages.exceeds_table_lifetime(service_index(1), lifetime, time_at_second(9))
+                && table_ages.exceeds_table_lifetime(service_index(1), lifetime, time_at_second(10))
         );
         table_ages.record_new_table(service_index(1));
-        assert!(!table_ages.exceeds_lifetime(service_index(1), lifetime, at(1000)), "the stream goes on");
-        table_ages.record_stream_end(at(1000));
-        // Further attempts to connect find no leader.
-        table_ages.record_stream_end(at(1005));
         assert!(
-            !table_ages.exceeds_lifetime(service_index(1), lifetime, at(1009))
-                && table_ages.exceeds_lifetime(service_index(1), lifetime, at(1010))
+            !table_ages.exceeds_table_lifetime(service_index(1), lifetime, time_at_second(1000)),
+            "the stream goes on"
+        );
+        table_ages.record_stream_end(time_at_second(1000));
+        // Further attempts to connect find no leader.
+        table_ages.record_stream_end(time_at_second(1005));
+        assert!(
+            !table_ages.exceeds_table_lifetime(service_index(1), lifetime, time_at_second(1009))
+                && table_ages.exceeds_table_lifetime(service_index(1), lifetime, time_at_second(1010))
         );
         // The next stream brings only another service's table.
         table_ages.record_new_table(service_index(2));
         assert!(
-            table_ages.exceeds_lifetime(service_index(1), lifetime, at(1011))
-                && !table_ages.exceeds_lifetime(service_index(2), lifetime, at(2000))
+            table_ages.exceeds_table_lifetime(service_index(1), lifetime, time_at_second(1011))
+                && !table_ages.exceeds_table_lifetime(service_index(2), lifetime, time_at_second(2000))
         );
     }
 
     #[test]
     fn new_table_ends_the_expiry_of_the_previous_table() {
-        let mut table_ages = TableAges::new(Duration::ZERO);
+        let mut table_ages = PlacementTableAges::new(Duration::ZERO);
         table_ages.opened_count_by_expired_service.extend([(service_index(1), 0), (service_index(2), 0)]);
         assert!(table_ages.record_new_table(service_index(1)) && !table_ages.record_new_table(service_index(1)));
-        table_ages.retain(|index| index != service_index(2));
+        table_ages.retain_services(|index| index != service_index(2));
         assert_eq!(table_ages.services_with_expired_tables().len(), 0);
     }
 }

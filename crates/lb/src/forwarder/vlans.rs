@@ -13,7 +13,7 @@ use crate::resolvers::Neighbour;
 impl Forwarder {
     /// Returns the VLAN of frames of `service` to `server`. During a migration, `server` may be another load balancer,
     /// which is in the VIPs' VLAN.
-    pub(super) fn vlan_of(&self, service: &Service, server: &Server) -> Vlan {
+    pub(super) fn vlan_for_server(&self, service: &Service, server: &Server) -> Vlan {
         let other_balancer = service.mode.migration.map(ServiceMigration::other_balancer_id);
         if other_balancer == Some(server.id) { self.vip_vlan } else { server.vlan }
     }
@@ -24,14 +24,14 @@ impl Forwarder {
 
     /// Returns the VLAN of all servers of a service, or `None` if they are in several VLANs.
     pub(super) fn broadcast_vlan(&self, service: &Service) -> Option<Vlan> {
-        let mut vlans = service.servers.iter().map(|server| self.vlan_of(service, server));
+        let mut vlans = service.servers.iter().map(|server| self.vlan_for_server(service, server));
         let first_vlan = vlans.next().unwrap_or_default();
         vlans.all(|vlan| vlan == first_vlan).then_some(first_vlan)
     }
 
     fn all_server_vlans(&self) -> BTreeSet<Vlan> {
         let vlans_of_service = |(service, _): &(Service, _)| {
-            service.servers.iter().map(|server| self.vlan_of(service, server)).collect::<Vec<_>>()
+            service.servers.iter().map(|server| self.vlan_for_server(service, server)).collect::<Vec<_>>()
         };
         self.services_by_index.values().flat_map(vlans_of_service).collect()
     }
@@ -44,12 +44,13 @@ impl Forwarder {
 
     /// Returns the name of the network device in the VIPs' VLAN.
     pub(super) fn vip_device_name(&self) -> String {
-        vlan_device::vlan_device_name(&self.interface, self.vip_vlan).unwrap_or_else(|| self.interface.clone())
+        vlan_device::vlan_device_name(&self.interface_name, self.vip_vlan)
+            .unwrap_or_else(|| self.interface_name.clone())
     }
 
     /// Returns the name of the network device that receives the packets of each VLAN.
     pub(super) fn device_of_each_vlan(&self) -> BTreeMap<Vlan, String> {
-        vlan_device::vlan_device_names(&self.interface, self.all_server_vlans().into_iter().chain([self.vip_vlan]))
+        vlan_device::vlan_device_names(&self.interface_name, self.all_server_vlans().into_iter().chain([self.vip_vlan]))
     }
 
     /// Makes the driver leave VLAN tags in frames, if VLANs are in use. Logs problems of the VLAN devices.
@@ -66,12 +67,12 @@ impl Forwarder {
     }
 
     fn vlan_device_problems(&self) -> BTreeSet<String> {
-        let interface_name = &self.interface;
+        let interface_name = &self.interface_name;
         let devices_by_vlan = self.device_of_each_vlan();
         let mac_problem_of = |device: &String| vlan_device::mac_mismatch_message(interface_name, device);
         let mut vlan_problems: BTreeSet<String> = devices_by_vlan.values().filter_map(mac_problem_of).collect();
         if !devices_by_vlan.contains_key(&self.vip_vlan) {
-            vlan_problems.insert(vlan_device::missing_device_message(interface_name, self.vip_vlan));
+            vlan_problems.insert(vlan_device::missing_vlan_device_message(interface_name, self.vip_vlan));
         }
         if let Err(error) = vlan_device::disable_rx_vlan_offload(interface_name) {
             vlan_problems.insert(format!(

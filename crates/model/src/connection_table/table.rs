@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use coreward_intf as intf;
 use zerocopy::IntoBytes as _;
 
-use super::{ClockTicks, Connection, ConnectionHash, ConnectionIndex, EntryIdentity, TableSize};
+use super::{ClockTicks, Connection, ConnectionHash, ConnectionIndex, ConnectionTableSize, TableEntryIdentity};
 use crate::ServerId;
 use crate::tuple::{address_from_words, address_words};
 
@@ -80,17 +80,17 @@ pub struct NewConnection {
 #[derive(Debug, Clone)]
 pub struct ConnectionTable<M> {
     memory: M,
-    size: TableSize,
+    size: ConnectionTableSize,
 }
 
 impl<M: AtomicWordStorage> ConnectionTable<M> {
     /// Returns a connection table over `memory`, which must have room for `size` entries.
-    pub fn new(memory: M, size: TableSize) -> Self {
+    pub fn new(memory: M, size: ConnectionTableSize) -> Self {
         Self { memory, size }
     }
 
     /// Returns the size of the table, in entries.
-    pub fn size(&self) -> TableSize {
+    pub fn size(&self) -> ConnectionTableSize {
         self.size
     }
 
@@ -150,8 +150,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
             let slot = self.memory.load(clock_hand);
             self.memory.store(clock_hand, slot.wrapping_add(1));
             let index = ConnectionIndex::new(partition, slot as u32);
-            let expired_connection = self.connection(index).filter(&is_expired)?;
-            if !self.release(index, expired_connection.identity) {
+            let expired_connection = self.connection_at(index).filter(&is_expired)?;
+            if !self.release_entry(index, expired_connection.identity) {
                 return None;
             }
             self.fill_entry(index, new_connection, server, now);
@@ -173,8 +173,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
             self.memory.store(entry_word(CLIENT_ADDRESS_OFFSET + word_index * size_of::<u64>()), client_word);
         }
         self.set_port_and_flags(index, u64::from(new_connection.client.port().to_be()));
-        let identity = EntryIdentity {
-            tag: new_connection.hash.tag(),
+        let identity = TableEntryIdentity {
+            tag: new_connection.hash.entry_tag(),
             generation,
             service_slot: new_connection.service_slot,
             server,
@@ -184,11 +184,16 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     /// Returns the entry and the server of the connection whose cookie has slot `slot`, as `find_connection()` in BPF
     /// does. Returns `None` if the entry is free or belongs to another connection.
-    pub fn find(&self, hash: ConnectionHash, slot: u32, service_slot: u16) -> Option<(ConnectionIndex, ServerId)> {
+    pub fn find_connection(
+        &self,
+        hash: ConnectionHash,
+        slot: u32,
+        service_slot: u16,
+    ) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
         let identity =
-            EntryIdentity::from_word(self.memory.load(TableWord::EntryWordAtOffset(index, IDENTITY_OFFSET)))?;
-        (identity.tag == hash.tag() && identity.service_slot == service_slot).then_some((index, identity.server))
+            TableEntryIdentity::from_word(self.memory.load(TableWord::EntryWordAtOffset(index, IDENTITY_OFFSET)))?;
+        (identity.tag == hash.entry_tag() && identity.service_slot == service_slot).then_some((index, identity.server))
     }
 
     /// Counts a packet that is not a SYN, like `update_connection()` in BPF. Returns whether it starts the connection's
@@ -230,7 +235,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     // ---- what user space does ----
 
     /// Puts all slots of a new table onto the stacks of their partitions. All words of the table's memory must be 0.
-    pub fn initialise(&self) {
+    pub fn initialise_entries(&self) {
         let last_slot = intf::CONNECTIONS_PER_PARTITION - 1;
         for index in self.size.entry_indexes() {
             let next_free_slot_plus_one = if index.slot() == last_slot { 0 } else { index.slot() + 2 };
@@ -244,7 +249,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     /// Releases the entry from its connection if the entry still has identity `identity`. Of several callers, only one
     /// succeeds. That caller must call [`push_slot`](Self::push_slot) once no packet that read the identity is in
     /// flight.
-    pub fn release(&self, index: ConnectionIndex, identity: EntryIdentity) -> bool {
+    pub fn release_entry(&self, index: ConnectionIndex, identity: TableEntryIdentity) -> bool {
         if !self.memory.compare_exchange(TableWord::EntryWordAtOffset(index, IDENTITY_OFFSET), identity.to_word(), 0) {
             return false;
         }
@@ -253,7 +258,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         true
     }
 
-    /// Puts the slot of an entry onto the stack of its partition, after [`release`](Self::release).
+    /// Puts the slot of an entry onto the stack of its partition, after [`release_entry`](Self::release_entry).
     pub fn push_slot(&self, index: ConnectionIndex) {
         let stack_top = TableWord::PartitionStackTop(index.partition());
         loop {
@@ -287,7 +292,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     }
 
     /// Returns whether the entry at `index` is free, or about to be filled.
-    pub fn is_free(&self, index: ConnectionIndex) -> bool {
+    pub fn is_entry_free(&self, index: ConnectionIndex) -> bool {
         self.load_entry_word(index, IDENTITY_OFFSET) == 0
     }
 
@@ -297,7 +302,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         let address_halves =
             [0, size_of::<u64>()].map(|half_offset| self.load_entry_word(index, CLIENT_ADDRESS_OFFSET + half_offset));
         let address_quarters = address_halves.map(|address_half| [address_half as u32, (address_half >> 32) as u32]);
-        (!self.is_free(index)).then(|| {
+        (!self.is_entry_free(index)).then(|| {
             address_from_words([
                 address_quarters[0][0],
                 address_quarters[0][1],
@@ -309,7 +314,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     /// Returns a copy of the connection at `index`, even if packets update it meanwhile. Returns `None` if the entry is
     /// free, or if its connection changes during the copy.
-    pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
+    pub fn connection_at(&self, index: ConnectionIndex) -> Option<Connection> {
         let identity = self.load_entry_word(index, IDENTITY_OFFSET);
         if identity == 0 {
             return None;
@@ -376,8 +381,8 @@ impl Default for RecentConnections {
 }
 
 impl RecentConnections {
-    /// Returns the slot in which [`ConnectionTable::find`] may find the connection of a retransmitted SYN. Returns
-    /// `None` if no recent SYN of the connection is recorded.
+    /// Returns the slot in which [`ConnectionTable::find_connection`] may find the connection of a retransmitted SYN.
+    /// Returns `None` if no recent SYN of the connection is recorded.
     pub fn find_slot(&self, hash: ConnectionHash) -> Option<u32> {
         let recent_entry =
             self.0[hash.recent_syn_set_index()].iter().find(|entry| Self::entry_matches(**entry, hash))?;
@@ -386,7 +391,7 @@ impl RecentConnections {
 
     /// Records the slot of a connection with a SYN at the front of its set, as `remember_connection()` in BPF does.
     pub fn record_syn_slot(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
-        let mut shifted_entry = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
+        let mut shifted_entry = hash.entry_tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
         for way in &mut self.0[hash.recent_syn_set_index()] {
             let displaced_entry = std::mem::replace(way, shifted_entry);
             if Self::entry_matches(displaced_entry, hash) {
@@ -397,14 +402,14 @@ impl RecentConnections {
     }
 
     fn entry_matches(entry: u32, hash: ConnectionHash) -> bool {
-        (entry ^ hash.tag()) & !intf::CONNECTION_SLOT_MASK == 0
+        (entry ^ hash.entry_tag()) & !intf::CONNECTION_SLOT_MASK == 0
     }
 }
 
 /// Memory of a connection table in the heap of this process, which several threads may use.
 #[derive(Debug)]
 pub struct HeapTableMemory {
-    size: TableSize,
+    size: ConnectionTableSize,
     stack_tops: Vec<AtomicU64>,
     clock_hands: Vec<AtomicU64>,
     entry_words: Vec<AtomicU64>,
@@ -414,14 +419,14 @@ const WORDS_PER_ENTRY: usize = size_of::<intf::connection>() / size_of::<u64>();
 
 impl HeapTableMemory {
     /// Returns memory for a table of size `size`, with all words 0.
-    pub fn new(size: TableSize) -> Self {
-        let zeroed_words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
+    pub fn new(size: ConnectionTableSize) -> Self {
+        let allocate_zeroed_words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
         let partition_count = size.partition_count() as usize;
-        let entry_words = zeroed_words(size.entry_count() as usize * WORDS_PER_ENTRY);
+        let entry_words = allocate_zeroed_words(size.entry_count() as usize * WORDS_PER_ENTRY);
         Self {
             size,
-            stack_tops: zeroed_words(partition_count),
-            clock_hands: zeroed_words(partition_count),
+            stack_tops: allocate_zeroed_words(partition_count),
+            clock_hands: allocate_zeroed_words(partition_count),
             entry_words,
         }
     }
@@ -466,10 +471,10 @@ mod tests {
 
     const SERVICE_SLOT: u16 = 9;
 
-    fn empty_table(entry_count: u64) -> ConnectionTable<HeapTableMemory> {
-        let size = TableSize::try_from(entry_count).unwrap();
+    fn empty_connection_table(entry_count: u64) -> ConnectionTable<HeapTableMemory> {
+        let size = ConnectionTableSize::try_from(entry_count).unwrap();
         let table = ConnectionTable::new(HeapTableMemory::new(size), size);
-        table.initialise();
+        table.initialise_entries();
         table
     }
 
@@ -492,7 +497,7 @@ mod tests {
 
     #[test]
     fn slot_is_taken_only_once_until_it_is_freed() {
-        let table = empty_table(4096);
+        let table = empty_connection_table(4096);
         let mut taken_slots = BTreeSet::new();
         let mut rejected_connection_count = 0;
         for client in 0..8000 {
@@ -507,30 +512,33 @@ mod tests {
         assert_eq!((taken_slots.len(), rejected_connection_count), (4096, 8000 - 4096));
         for (index, client) in &taken_slots {
             let syn = new_connection(*client);
-            assert_eq!(table.find(syn.hash, index.slot(), SERVICE_SLOT), Some((*index, server_of_client(*client))));
-            assert_eq!(table.find(syn.hash, index.slot(), SERVICE_SLOT + 1), None);
-            let connection = table.connection(*index).unwrap();
+            assert_eq!(
+                table.find_connection(syn.hash, index.slot(), SERVICE_SLOT),
+                Some((*index, server_of_client(*client)))
+            );
+            assert_eq!(table.find_connection(syn.hash, index.slot(), SERVICE_SLOT + 1), None);
+            let connection = table.connection_at(*index).unwrap();
             assert_eq!((connection.client, connection.packet_count, connection.byte_count), (syn.client, 1, 74));
             assert_eq!((connection.opened_at, connection.identity.generation), (ClockTicks(3), 0));
         }
         for (index, client) in &taken_slots {
-            let identity = table.connection(*index).unwrap().identity;
-            assert!(table.release(*index, identity) && !table.release(*index, identity));
+            let identity = table.connection_at(*index).unwrap().identity;
+            assert!(table.release_entry(*index, identity) && !table.release_entry(*index, identity));
             table.push_slot(*index);
-            assert_eq!(table.find(new_connection(*client).hash, index.slot(), SERVICE_SLOT), None);
+            assert_eq!(table.find_connection(new_connection(*client).hash, index.slot(), SERVICE_SLOT), None);
         }
         assert_eq!((0..4).map(|partition| table.free_slots(partition).len()).sum::<usize>(), 4096);
         let retaken_index = table.take_slot(&new_connection(1), server_of_client(1), ClockTicks(4)).unwrap();
-        assert_eq!(table.connection(retaken_index).unwrap().identity.generation, 1);
+        assert_eq!(table.connection_at(retaken_index).unwrap().identity.generation, 1);
     }
 
     #[test]
     fn packets_update_the_entry_that_a_retransmitted_syn_finds() {
-        let table = empty_table(1024);
+        let table = empty_connection_table(1024);
         let syn = new_connection(1);
         let mut recent_connections = RecentConnections::default();
         let find_by_syn = |recent_connections: &RecentConnections| {
-            table.find(syn.hash, recent_connections.find_slot(syn.hash)?, SERVICE_SLOT)
+            table.find_connection(syn.hash, recent_connections.find_slot(syn.hash)?, SERVICE_SLOT)
         };
         assert_eq!(find_by_syn(&recent_connections), None);
         table.take_slot(&self::new_connection(2), server_of_client(2), ClockTicks(10)).unwrap();
@@ -538,7 +546,7 @@ mod tests {
         recent_connections.record_syn_slot(syn.hash, entry_index);
         table.record_packet(entry_index, 1500, false, ClockTicks(11));
         table.record_packet(entry_index, 66, true, ClockTicks(12));
-        let connection = table.connection(entry_index).unwrap();
+        let connection = table.connection_at(entry_index).unwrap();
         assert_eq!((connection.packet_count, connection.byte_count), (3, 74 + 1500 + 66));
         assert_eq!(
             (connection.opened_at, connection.last_packet_at, connection.is_closing),
@@ -547,12 +555,12 @@ mod tests {
         assert_eq!(connection.client, syn.client);
         assert_eq!(find_by_syn(&recent_connections), Some((entry_index, server_of_client(1))));
         table.record_repeated_syn(entry_index, ClockTicks(20));
-        let connection = table.connection(entry_index).unwrap();
+        let connection = table.connection_at(entry_index).unwrap();
         assert_eq!(
             (connection.packet_count, connection.last_packet_at, connection.is_closing),
             (3, ClockTicks(20), false)
         );
-        assert!(table.release(entry_index, connection.identity));
+        assert!(table.release_entry(entry_index, connection.identity));
         assert_eq!(find_by_syn(&recent_connections), None);
     }
 }

@@ -15,7 +15,7 @@ pub struct KeyedPermutation {
 
 /// Number of rounds in a permutation, with one multiplication each. With two rounds, the test
 /// `bit_flips_change_permuted_values_uniformly` fails.
-const ROUND_COUNT: u32 = 3;
+const PERMUTATION_ROUND_COUNT: u32 = 3;
 
 impl KeyedPermutation {
     /// Permutation that hides the kind and the number in a cookie.
@@ -27,24 +27,24 @@ impl KeyedPermutation {
     /// Returns the number that hides `plain_number` in a cookie of the connection with hash `hash`. Both numbers are
     /// below 2^bits.
     pub fn hide(self, hash: u64, plain_number: u32) -> u32 {
-        let mut number = u64::from(plain_number).wrapping_sub(self.addend(hash)) & self.mask();
-        for round in (1..=ROUND_COUNT).rev() {
+        let mut number = u64::from(plain_number).wrapping_sub(self.hash_addend(hash)) & self.bit_mask();
+        for round in (1..=PERMUTATION_ROUND_COUNT).rev() {
             number = self.invert_xor_shift_right(number).wrapping_mul(modular_inverse(self.round_factor(hash, round)))
-                & self.mask();
+                & self.bit_mask();
         }
-        (self.invert_xor_shift_right(number) ^ hash & self.mask()) as u32
+        (self.invert_xor_shift_right(number) ^ hash & self.bit_mask()) as u32
     }
 
     /// Returns the plain number that [`hide`](Self::hide) turned into `hidden_number`.
     pub fn reveal(self, hash: u64, hidden_number: u32) -> u32 {
-        let mut number = self.xor_shift_right((u64::from(hidden_number) ^ hash) & self.mask());
-        for round in 1..=ROUND_COUNT {
-            number = self.xor_shift_right(number.wrapping_mul(self.round_factor(hash, round)) & self.mask());
+        let mut number = self.xor_shift_right((u64::from(hidden_number) ^ hash) & self.bit_mask());
+        for round in 1..=PERMUTATION_ROUND_COUNT {
+            number = self.xor_shift_right(number.wrapping_mul(self.round_factor(hash, round)) & self.bit_mask());
         }
-        (number.wrapping_add(self.addend(hash)) & self.mask()) as u32
+        (number.wrapping_add(self.hash_addend(hash)) & self.bit_mask()) as u32
     }
 
-    fn mask(self) -> u64 {
+    fn bit_mask(self) -> u64 {
         (1 << self.bit_count) - 1
     }
 
@@ -53,7 +53,7 @@ impl KeyedPermutation {
         hash >> (self.bit_count * round) | 1
     }
 
-    fn addend(self, hash: u64) -> u64 {
+    fn hash_addend(self, hash: u64) -> u64 {
         hash >> (u64::BITS - self.bit_count)
     }
 
@@ -80,12 +80,12 @@ mod tests {
     use crate::rss::seeded_rng;
     use rand::Rng as _;
 
-    const PERMUTATIONS: [KeyedPermutation; 2] = [KeyedPermutation::COOKIE, KeyedPermutation::LB_STAMPED_COOKIE];
+    const TESTED_PERMUTATIONS: [KeyedPermutation; 2] = [KeyedPermutation::COOKIE, KeyedPermutation::LB_STAMPED_COOKIE];
 
     #[test]
     fn every_hidden_number_is_revealed() {
         let mut rng = seeded_rng(1, 0);
-        for permutation in PERMUTATIONS {
+        for permutation in TESTED_PERMUTATIONS {
             for hash in [0, u64::MAX].into_iter().chain((0..20).map(|_| rng.next_u64())) {
                 for plain_number in 0..1 << permutation.bit_count {
                     let hidden_number = permutation.hide(hash, plain_number);
@@ -101,12 +101,12 @@ mod tests {
     fn bit_flips_change_permuted_values_uniformly() {
         let mut rng = seeded_rng(4, 0);
         let draw_count = 1 << 19;
-        for permutation in PERMUTATIONS {
+        for permutation in TESTED_PERMUTATIONS {
             let mut difference_counts = vec![0u32; 1 << permutation.bit_count];
             for bit in 0..permutation.bit_count {
                 for convert in [KeyedPermutation::hide, KeyedPermutation::reveal] {
                     difference_counts.fill(0);
-                    let number = rng.next_u64() as u32 & permutation.mask() as u32;
+                    let number = rng.next_u64() as u32 & permutation.bit_mask() as u32;
                     for _ in 0..draw_count {
                         let hash = rng.next_u64();
                         let difference =
@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn hidden_number_difference_does_not_help_in_another_connection() {
         let mut rng = seeded_rng(2, 0);
-        for permutation in PERMUTATIONS {
+        for permutation in TESTED_PERMUTATIONS {
             let number_count = 1 << permutation.bit_count;
             let (first_number, second_number) = (number_count / 3, number_count / 5);
             let draw_count = 40_000;

@@ -47,7 +47,7 @@ impl fmt::Display for CoreAssignmentMode {
 
 /// Start or stop of one service on one core (RingLeader's EnableService and DisableService).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AssignmentChange {
+pub struct CoreAssignmentChange {
     /// Number of the service, 0 or 1.
     pub service: u8,
     /// Number of the core, counted from 0.
@@ -96,7 +96,7 @@ pub struct CoreAllocator {
 const BOTH_SERVICES: [bool; 2] = [true, true];
 
 /// Returns the state of a core on which only `service` runs.
-fn exclusive_state(service: u8) -> [bool; 2] {
+fn exclusive_assignment_state(service: u8) -> [bool; 2] {
     [service == 0, service == 1]
 }
 
@@ -122,7 +122,7 @@ impl CoreAllocator {
     }
 
     /// Returns whether `service` runs on core `core`.
-    pub fn is_running(&self, service: u8, core: u16) -> bool {
+    pub fn is_service_running(&self, service: u8, core: u16) -> bool {
         self.services_by_core[usize::from(core)][usize::from(service)]
     }
 
@@ -134,7 +134,7 @@ impl CoreAllocator {
         hint: LoadHint,
         is_other_service_waiting: bool,
         load: impl Fn(u8, u16) -> u32,
-    ) -> Vec<AssignmentChange> {
+    ) -> Vec<CoreAssignmentChange> {
         match self.mode {
             CoreAssignmentMode::CompleteShare => Vec::new(),
             // Service 1 takes no core while requests of service 0 wait.
@@ -146,8 +146,8 @@ impl CoreAllocator {
                     if hint == LoadHint::ScaleUp { (1 - service, service) } else { (service, 1 - service) };
                 let reserved_core_count = self.reserved_cores.0[usize::from(source_service)];
                 self.reassign_one_core(
-                    exclusive_state(source_service),
-                    exclusive_state(target_service),
+                    exclusive_assignment_state(source_service),
+                    exclusive_assignment_state(target_service),
                     reserved_core_count,
                     |core| load(0, core) + load(1, core),
                 )
@@ -158,17 +158,23 @@ impl CoreAllocator {
 
     /// Adjusts the number of service 0's own cores to its constant load, so that only bursts reach shared cores. The
     /// right number has as many idle own cores as there are shared cores that serve requests of service 0.
-    fn adjust_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<AssignmentChange> {
-        let idle_own_core_count = self.cores_in_state(exclusive_state(0)).filter(|core| load(0, *core) == 0).count();
+    fn adjust_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<CoreAssignmentChange> {
+        let idle_own_core_count =
+            self.cores_in_state(exclusive_assignment_state(0)).filter(|core| load(0, *core) == 0).count();
         let overflow_core_count = self.cores_in_state(BOTH_SERVICES).filter(|core| load(0, *core) > 0).count();
         let [reserved_core_count, other_reserved_core_count] = self.reserved_cores.0;
         if overflow_core_count > idle_own_core_count {
             // Service 1 always keeps a core.
-            self.reassign_one_core(BOTH_SERVICES, exclusive_state(0), (other_reserved_core_count == 0).into(), |core| {
-                load(1, core)
-            })
+            self.reassign_one_core(
+                BOTH_SERVICES,
+                exclusive_assignment_state(0),
+                (other_reserved_core_count == 0).into(),
+                |core| load(1, core),
+            )
         } else if idle_own_core_count > overflow_core_count {
-            self.reassign_one_core(exclusive_state(0), BOTH_SERVICES, reserved_core_count, |core| load(0, core))
+            self.reassign_one_core(exclusive_assignment_state(0), BOTH_SERVICES, reserved_core_count, |core| {
+                load(0, core)
+            })
         } else {
             Vec::new()
         }
@@ -189,7 +195,7 @@ impl CoreAllocator {
         new_state: [bool; 2],
         min_core_count: u16,
         load: impl Fn(u16) -> u32,
-    ) -> Vec<AssignmentChange> {
+    ) -> Vec<CoreAssignmentChange> {
         if self.cores_in_state(old_state).count() <= usize::from(min_core_count) {
             return Vec::new();
         }
@@ -197,7 +203,11 @@ impl CoreAllocator {
         self.services_by_core[usize::from(core)] = new_state;
         let change_for_service = |service: u8| {
             let is_running = new_state[usize::from(service)];
-            (is_running != old_state[usize::from(service)]).then_some(AssignmentChange { service, core, is_running })
+            (is_running != old_state[usize::from(service)]).then_some(CoreAssignmentChange {
+                service,
+                core,
+                is_running,
+            })
         };
         [0, 1].into_iter().filter_map(change_for_service).collect()
     }
@@ -210,21 +220,25 @@ mod tests {
     #[test]
     fn scale_up_hint_moves_a_dedicated_core_to_its_service() {
         let mut allocator = CoreAllocator::new(CoreAssignmentMode::Dedicated, 4, ReservedCores([1, 1]));
-        let load = |service: u8, core: u16| if service == 0 { u32::from(10 - core) } else { 0 };
-        let changes = allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load);
+        let core_load = |service: u8, core: u16| if service == 0 { u32::from(10 - core) } else { 0 };
+        let changes = allocator.apply_load_hint(0, LoadHint::ScaleUp, false, core_load);
         let expected_changes = [
-            AssignmentChange { service: 0, core: 3, is_running: true },
-            AssignmentChange { service: 1, core: 3, is_running: false },
+            CoreAssignmentChange { service: 0, core: 3, is_running: true },
+            CoreAssignmentChange { service: 1, core: 3, is_running: false },
         ];
         assert_eq!(changes, expected_changes, "the least loaded of the other's");
-        assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, load), [], "the last one is reserved");
-        assert_eq!(allocator.apply_load_hint(1, LoadHint::ScaleUp, true, load), [], "service 0 needs what it has");
-        assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load).len(), 2);
-        assert!(allocator.is_running(1, 3) && allocator.is_running(1, 2) && !allocator.is_running(1, 0));
+        assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, core_load), [], "the last one is reserved");
+        assert_eq!(allocator.apply_load_hint(1, LoadHint::ScaleUp, true, core_load), [], "service 0 needs what it has");
+        assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleDown, false, core_load).len(), 2);
+        assert!(
+            allocator.is_service_running(1, 3)
+                && allocator.is_service_running(1, 2)
+                && !allocator.is_service_running(1, 0)
+        );
     }
 
     fn service_0_own_core_count(allocator: &CoreAllocator) -> usize {
-        allocator.cores_in_state(exclusive_state(0)).count()
+        allocator.cores_in_state(exclusive_assignment_state(0)).count()
     }
 
     /// Returns a load function with one request of service 0 at each of the first `busy_core_count` cores. Service 1
@@ -237,12 +251,12 @@ mod tests {
     fn hybrid_mode_adjusts_own_cores_to_the_constant_load() {
         let mut allocator = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 1]));
         assert!(
-            !allocator.is_running(1, 0)
-                && allocator.is_running(0, 1)
-                && allocator.is_running(1, 4)
-                && !allocator.is_running(0, 5)
+            !allocator.is_service_running(1, 0)
+                && allocator.is_service_running(0, 1)
+                && allocator.is_service_running(1, 4)
+                && !allocator.is_service_running(0, 5)
         );
-        let core_loss_of_service_1 = [AssignmentChange { service: 1, core: 4, is_running: false }];
+        let core_loss_of_service_1 = [CoreAssignmentChange { service: 1, core: 4, is_running: false }];
         assert_eq!(
             allocator.apply_load_hint(0, LoadHint::ScaleUp, true, load_on_first_cores(3)),
             core_loss_of_service_1,
@@ -250,14 +264,14 @@ mod tests {
         );
         assert_eq!(
             allocator.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
-            [AssignmentChange { core: 3, ..core_loss_of_service_1[0] }]
+            [CoreAssignmentChange { core: 3, ..core_loss_of_service_1[0] }]
         );
         assert_eq!(
             allocator.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
             [],
             "cores 1 and 2 serve it, 3 and 4 idle"
         );
-        let core_return_to_service_1 = [AssignmentChange { service: 1, core: 3, is_running: true }];
+        let core_return_to_service_1 = [CoreAssignmentChange { service: 1, core: 3, is_running: true }];
         assert_eq!(
             allocator.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(1)),
             core_return_to_service_1
@@ -278,7 +292,7 @@ mod tests {
     #[test]
     fn complete_share_mode_changes_no_assignment() {
         let mut allocator = CoreAllocator::new(CoreAssignmentMode::CompleteShare, 2, ReservedCores([1, 1]));
-        assert!(allocator.is_running(0, 1) && allocator.is_running(1, 0));
+        assert!(allocator.is_service_running(0, 1) && allocator.is_service_running(1, 0));
         assert_eq!(allocator.apply_load_hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
     }
 

@@ -14,24 +14,24 @@ use super::{DispatchHeader, Dispatcher, TournamentTree};
 pub struct ClassBoundedShortestQueue {
     outstanding_by_core: Vec<u32>,
     /// Maximum number of outstanding requests by class and core.
-    class_bounds: ClassBounds,
+    class_bounds: OutstandingBoundsByClass,
     /// Cores ranked by outstanding requests, for each class. The ranks of cores at their bound have [`AT_BOUND_BIT`].
     core_ranks_by_class: Vec<TournamentTree<u32>>,
     over_bound_request_count: u64,
 }
 
 const AT_BOUND_BIT: u32 = 1 << 30;
-const FORBIDDEN_BIT: u32 = 1 << 31;
+const FORBIDDEN_CORE_BIT: u32 = 1 << 31;
 
 /// Bound on the outstanding requests of each core, by class. A core at its bound for a class takes no request of the
 /// class.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ClassBounds {
+pub struct OutstandingBoundsByClass {
     core_count: u16,
     bounds_by_class: Vec<Vec<u32>>,
 }
 
-impl ClassBounds {
+impl OutstandingBoundsByClass {
     /// Returns bounds that reserve the first `reserved_core_count` cores for the highest class. Other classes are
     /// limited to `reserved_bound` requests on these cores, and have at least one other core. All other bounds are
     /// `default_bound`.
@@ -59,7 +59,7 @@ impl ClassBounds {
 
 impl ClassBoundedShortestQueue {
     /// Returns a dispatcher without outstanding requests.
-    pub fn new(bounds: ClassBounds) -> Self {
+    pub fn new(bounds: OutstandingBoundsByClass) -> Self {
         let idle_ranks = TournamentTree::new(bounds.core_count, 0);
         let mut dispatcher = Self {
             outstanding_by_core: vec![0; usize::from(bounds.core_count)],
@@ -67,7 +67,7 @@ impl ClassBoundedShortestQueue {
             class_bounds: bounds,
             over_bound_request_count: 0,
         };
-        (0..dispatcher.class_bounds.core_count).for_each(|core| dispatcher.update_rank(core));
+        (0..dispatcher.class_bounds.core_count).for_each(|core| dispatcher.update_core_rank(core));
         dispatcher
     }
 
@@ -76,12 +76,13 @@ impl ClassBoundedShortestQueue {
         self.over_bound_request_count
     }
 
-    fn update_rank(&mut self, core: u16) {
+    fn update_core_rank(&mut self, core: u16) {
         let outstanding_count = self.outstanding_by_core[usize::from(core)];
         for (ranks, bounds) in self.core_ranks_by_class.iter_mut().zip(&self.class_bounds.bounds_by_class) {
             let core_bound = bounds[usize::from(core)];
             let at_bound_bit = if outstanding_count >= core_bound { AT_BOUND_BIT } else { 0 };
-            ranks.set_key(core, outstanding_count | at_bound_bit | if core_bound == 0 { FORBIDDEN_BIT } else { 0 });
+            ranks
+                .set_key(core, outstanding_count | at_bound_bit | if core_bound == 0 { FORBIDDEN_CORE_BIT } else { 0 });
         }
     }
 }
@@ -93,42 +94,44 @@ impl Dispatcher for ClassBoundedShortestQueue {
         let (core, rank) = self.core_ranks_by_class[class].least_leaf();
         self.over_bound_request_count += u64::from(rank & AT_BOUND_BIT != 0);
         self.outstanding_by_core[usize::from(core)] += 1;
-        self.update_rank(core);
+        self.update_core_rank(core);
         Some(core)
     }
 
     #[inline]
     fn record_completion(&mut self, core: u16, _header: &DispatchHeader) {
         self.outstanding_by_core[usize::from(core)] -= 1;
-        self.update_rank(core);
+        self.update_core_rank(core);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::header;
+    use super::super::tests::build_dispatch_header;
     use super::*;
 
     fn place_request_of_class(dispatcher: &mut ClassBoundedShortestQueue, class: u8) -> u16 {
-        dispatcher.place_request(0, &header(class, 1)).unwrap()
+        dispatcher.place_request(0, &build_dispatch_header(class, 1)).unwrap()
     }
 
     #[test]
     fn low_class_gets_no_reserved_core() {
-        let mut dispatcher = ClassBoundedShortestQueue::new(ClassBounds::with_reserved_cores(3, 2, 1, 2, 0));
+        let mut dispatcher =
+            ClassBoundedShortestQueue::new(OutstandingBoundsByClass::with_reserved_cores(3, 2, 1, 2, 0));
         let low_class_cores: Vec<_> = (0..6).map(|_| place_request_of_class(&mut dispatcher, 1)).collect();
         assert_eq!(low_class_cores, [1, 2, 1, 2, 1, 2], "also above the bound, which is counted");
         assert_eq!(dispatcher.over_bound_request_count(), 2);
         assert_eq!((0..3).map(|_| place_request_of_class(&mut dispatcher, 0)).collect::<Vec<_>>(), [0, 0, 0]);
         assert_eq!(dispatcher.over_bound_request_count(), 3, "core 0 had its two");
-        dispatcher.record_completion(2, &header(1, 1));
-        dispatcher.record_completion(2, &header(1, 1));
+        dispatcher.record_completion(2, &build_dispatch_header(1, 1));
+        dispatcher.record_completion(2, &build_dispatch_header(1, 1));
         assert_eq!(place_request_of_class(&mut dispatcher, 0), 2, "a high class goes everywhere");
     }
 
     #[test]
     fn low_classes_use_idle_reserved_cores_below_their_bound() {
-        let mut dispatcher = ClassBoundedShortestQueue::new(ClassBounds::with_reserved_cores(2, 2, 1, 4, 1));
+        let mut dispatcher =
+            ClassBoundedShortestQueue::new(OutstandingBoundsByClass::with_reserved_cores(2, 2, 1, 4, 1));
         assert_eq!(
             [
                 place_request_of_class(&mut dispatcher, 1),
@@ -141,11 +144,11 @@ mod tests {
 
     #[test]
     fn at_least_one_core_is_not_reserved() {
-        let bounds = ClassBounds::with_reserved_cores(2, 2, 5, 4, 0);
+        let bounds = OutstandingBoundsByClass::with_reserved_cores(2, 2, 5, 4, 0);
         assert_eq!(
             (bounds.bounds_for_class(0), bounds.bounds_for_class(1), bounds.bounds_for_class(7)),
             (&[4, 4][..], &[0, 4][..], &[0, 4][..])
         );
-        assert_eq!(ClassBounds::with_reserved_cores(1, 2, 1, 4, 0).bounds_for_class(1), [4]);
+        assert_eq!(OutstandingBoundsByClass::with_reserved_cores(1, 2, 1, 4, 0).bounds_for_class(1), [4]);
     }
 }

@@ -4,12 +4,12 @@ use std::collections::VecDeque;
 
 /// Maximum number of services in one scheduler. A mask of 64 bits has the eligible services, as in RingLeader (Sect.
 /// 6).
-pub const MAX_SERVICES: usize = 64;
+pub const MAX_SCHEDULED_SERVICES: usize = 64;
 
 /// Rule by which the members of one level, either groups or a group's services, are ranked. The member of least rank is
 /// dispatched first. Among equal ranks, the member with the lowest index is first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ranking {
+pub enum MemberRanking {
     /// Strict priority. A member's parameter is its priority, where 0 is the highest.
     StrictPriority,
     /// Members with waiting requests are dispatched in proportion to their weights (start-time fair queueing, one unit
@@ -19,9 +19,9 @@ pub enum Ranking {
     EarliestDeadline,
 }
 
-/// Rule by which eligibility affects the choice of the next request in [`FirstEligibleOut::pop`].
+/// Rule by which eligibility affects the choice of the next request in [`FirstEligibleOut::pop_request`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Selection {
+pub enum EligibilityRule {
     /// Only the eligible services compete, and the one of least rank is selected.
     FirstEligible,
     /// All services compete. If the one of least rank is not eligible, it blocks the others (PIFO, SIGCOMM'16).
@@ -29,22 +29,22 @@ pub enum Selection {
 }
 
 /// Rate limit of a service or a group by a token bucket. The member is not dispatched while the bucket is empty, under
-/// either [`Selection`].
+/// either [`EligibilityRule`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RateLimit {
+pub struct DispatchRateLimit {
     /// Time after which one token is added, in the caller's unit of time.
     pub token_interval: u64,
     /// Maximum number of tokens in the bucket, at least 1.
-    pub burst: u32,
+    pub burst_tokens: u32,
 }
 
 /// Scheduling parameters of a service or a group within its level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchedulingParameters {
-    /// Priority, weight or relative deadline, depending on the [`Ranking`].
+    /// Priority, weight or relative deadline, depending on the [`MemberRanking`].
     pub rank_parameter: u32,
     /// Limit on the rate at which the member's requests are dispatched.
-    pub rate_limit: Option<RateLimit>,
+    pub rate_limit: Option<DispatchRateLimit>,
 }
 
 impl SchedulingParameters {
@@ -56,16 +56,16 @@ impl SchedulingParameters {
 
 /// Configuration of a group, which is a set of services that the scheduler's first level ranks as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GroupConfig {
+pub struct SchedulingGroupConfig {
     /// Scheduling parameters by which the group is ranked among the groups.
     pub parameters: SchedulingParameters,
     /// Rule by which the group's services are ranked.
-    pub ranking: Ranking,
+    pub ranking: MemberRanking,
 }
 
 /// Configuration of a service and its queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QueueConfig {
+pub struct ServiceQueueConfig {
     /// Index of the service's group.
     pub group_index: u8,
     /// Scheduling parameters by which the service is ranked within its group.
@@ -78,42 +78,48 @@ pub struct QueueConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FirstEligibleOutConfig {
     /// Rule by which the groups are ranked.
-    pub group_ranking: Ranking,
-    /// Groups of services (1 to [`MAX_SERVICES`]).
-    pub groups: Vec<GroupConfig>,
-    /// Services and their queues (1 to [`MAX_SERVICES`]).
-    pub queues: Vec<QueueConfig>,
+    pub group_ranking: MemberRanking,
+    /// Groups of services (1 to [`MAX_SCHEDULED_SERVICES`]).
+    pub groups: Vec<SchedulingGroupConfig>,
+    /// Services and their queues (1 to [`MAX_SCHEDULED_SERVICES`]).
+    pub queues: Vec<ServiceQueueConfig>,
     /// Rule by which eligibility affects the choice of the next request.
-    pub selection: Selection,
+    pub selection: EligibilityRule,
     /// Maximum number of waiting requests, at least 1.
-    pub capacity: usize,
+    pub max_waiting_requests: usize,
 }
 
 impl FirstEligibleOutConfig {
     /// Returns a configuration with one group of services in strict priority and without a limit on waiting requests.
     /// `priorities` has the priority of each service.
     pub fn strict_priority(priorities: impl IntoIterator<Item = u8>) -> Self {
-        let parameters_for = |priority: u8| SchedulingParameters::new(priority.into());
-        let queue =
-            |priority| QueueConfig { group_index: 0, parameters: parameters_for(priority), drop_priority: priority };
+        let parameters_for_priority = |priority: u8| SchedulingParameters::new(priority.into());
+        let queue = |priority| ServiceQueueConfig {
+            group_index: 0,
+            parameters: parameters_for_priority(priority),
+            drop_priority: priority,
+        };
         Self {
-            group_ranking: Ranking::StrictPriority,
-            groups: vec![GroupConfig { parameters: SchedulingParameters::new(0), ranking: Ranking::StrictPriority }],
+            group_ranking: MemberRanking::StrictPriority,
+            groups: vec![SchedulingGroupConfig {
+                parameters: SchedulingParameters::new(0),
+                ranking: MemberRanking::StrictPriority,
+            }],
             queues: priorities.into_iter().map(queue).collect(),
-            selection: Selection::FirstEligible,
-            capacity: usize::MAX,
+            selection: EligibilityRule::FirstEligible,
+            max_waiting_requests: usize::MAX,
         }
     }
 
     /// Checks the numbers of services and groups, and the capacity.
     fn check_sizes(&self) -> Result<(), FirstEligibleOutConfigError> {
-        if !(1..=MAX_SERVICES).contains(&self.queues.len()) {
+        if !(1..=MAX_SCHEDULED_SERVICES).contains(&self.queues.len()) {
             return Err(FirstEligibleOutConfigError::InvalidServiceCount(self.queues.len()));
         }
-        if !(1..=MAX_SERVICES).contains(&self.groups.len()) {
+        if !(1..=MAX_SCHEDULED_SERVICES).contains(&self.groups.len()) {
             return Err(FirstEligibleOutConfigError::InvalidGroupCount(self.groups.len()));
         }
-        if self.capacity == 0 {
+        if self.max_waiting_requests == 0 {
             return Err(FirstEligibleOutConfigError::ZeroCapacity);
         }
         Ok(())
@@ -123,11 +129,11 @@ impl FirstEligibleOutConfig {
 /// Error returned for an invalid configuration of a first-eligible-out scheduler.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FirstEligibleOutConfigError {
-    /// The number of services is 0 or above [`MAX_SERVICES`].
-    #[error("{0} services: expected 1 to {MAX_SERVICES}")]
+    /// The number of services is 0 or above [`MAX_SCHEDULED_SERVICES`].
+    #[error("{0} services: expected 1 to {MAX_SCHEDULED_SERVICES}")]
     InvalidServiceCount(usize),
-    /// The number of groups is 0 or above [`MAX_SERVICES`].
-    #[error("{0} groups: expected 1 to {MAX_SERVICES}")]
+    /// The number of groups is 0 or above [`MAX_SCHEDULED_SERVICES`].
+    #[error("{0} groups: expected 1 to {MAX_SCHEDULED_SERVICES}")]
     InvalidGroupCount(usize),
     /// A service refers to a group that does not exist.
     #[error("service {service}: no group {group}")]
@@ -137,8 +143,8 @@ pub enum FirstEligibleOutConfigError {
         /// Index of the missing group.
         group: u8,
     },
-    /// A weight is 0 or above [`MAX_WEIGHT`].
-    #[error("weight {0}: expected 1 to {MAX_WEIGHT}")]
+    /// A weight is 0 or above [`MAX_SHARE_WEIGHT`].
+    #[error("weight {0}: expected 1 to {MAX_SHARE_WEIGHT}")]
     WeightOutOfRange(u32),
     /// A token bucket has no room for a token.
     #[error("burst 0: expected 1 or more")]
@@ -148,8 +154,8 @@ pub enum FirstEligibleOutConfigError {
     ZeroCapacity,
 }
 
-/// Maximum weight of a member under [`Ranking::WeightedShare`].
-pub const MAX_WEIGHT: u32 = 1 << 20;
+/// Maximum weight of a member under [`MemberRanking::WeightedShare`].
+pub const MAX_SHARE_WEIGHT: u32 = 1 << 20;
 
 /// Scheduler with a FIFO queue for each service, which chooses the next request among the heads of the queues.
 ///
@@ -157,9 +163,9 @@ pub const MAX_WEIGHT: u32 = 1 << 20;
 /// first, then the services of the selected group. `T` is the handle of a request.
 #[derive(Debug, Clone)]
 pub struct FirstEligibleOut<T> {
-    group_ranking: Ranking,
-    selection: Selection,
-    capacity: usize,
+    group_ranking: MemberRanking,
+    selection: EligibilityRule,
+    max_waiting_requests: usize,
     waiting_request_count: usize,
     /// Whether no dispatch changes a rank or takes a token.
     is_stateless: bool,
@@ -174,7 +180,7 @@ pub struct FirstEligibleOut<T> {
 #[derive(Debug, Clone)]
 struct SchedulingGroup {
     state: SchedulingState,
-    ranking: Ranking,
+    ranking: MemberRanking,
     virtual_time: u64,
     /// Bit mask of the group's services.
     member_mask: u64,
@@ -200,11 +206,11 @@ struct SchedulingState {
 }
 
 impl SchedulingState {
-    fn new(parameters: SchedulingParameters, ranking: Ranking) -> Result<Self, FirstEligibleOutConfigError> {
-        if ranking == Ranking::WeightedShare && !(1..=MAX_WEIGHT).contains(&parameters.rank_parameter) {
+    fn new(parameters: SchedulingParameters, ranking: MemberRanking) -> Result<Self, FirstEligibleOutConfigError> {
+        if ranking == MemberRanking::WeightedShare && !(1..=MAX_SHARE_WEIGHT).contains(&parameters.rank_parameter) {
             return Err(FirstEligibleOutConfigError::WeightOutOfRange(parameters.rank_parameter));
         }
-        if parameters.rate_limit.is_some_and(|rate_limit| rate_limit.burst == 0) {
+        if parameters.rate_limit.is_some_and(|rate_limit| rate_limit.burst_tokens == 0) {
             return Err(FirstEligibleOutConfigError::ZeroBurst);
         }
         Ok(Self { parameters, start_tag: 0, bucket_full_at: 0 })
@@ -215,28 +221,28 @@ impl SchedulingState {
     fn next_token_at(&self) -> u64 {
         self.parameters.rate_limit.map_or(0, |rate_limit| {
             self.bucket_full_at
-                .saturating_sub(rate_limit.token_interval.saturating_mul(u64::from(rate_limit.burst) - 1))
+                .saturating_sub(rate_limit.token_interval.saturating_mul(u64::from(rate_limit.burst_tokens) - 1))
         })
     }
 
     #[inline]
-    fn rank(&self, ranking: Ranking, arrival_time: u64) -> u64 {
+    fn compute_rank(&self, ranking: MemberRanking, arrival_time: u64) -> u64 {
         match ranking {
-            Ranking::StrictPriority => u64::from(self.parameters.rank_parameter),
-            Ranking::WeightedShare => self.start_tag,
-            Ranking::EarliestDeadline => arrival_time.saturating_add(u64::from(self.parameters.rank_parameter)),
+            MemberRanking::StrictPriority => u64::from(self.parameters.rank_parameter),
+            MemberRanking::WeightedShare => self.start_tag,
+            MemberRanking::EarliestDeadline => arrival_time.saturating_add(u64::from(self.parameters.rank_parameter)),
         }
     }
 
     /// Takes a token, and advances the member's start tag. Returns the new virtual time of the member's level.
     #[inline]
-    fn record_dispatch(&mut self, now: u64, ranking: Ranking) -> u64 {
+    fn record_dispatch(&mut self, now: u64, ranking: MemberRanking) -> u64 {
         if let Some(rate_limit) = self.parameters.rate_limit {
             self.bucket_full_at = self.bucket_full_at.max(now).saturating_add(rate_limit.token_interval);
         }
         let dispatched_start_tag = self.start_tag;
-        if ranking == Ranking::WeightedShare {
-            self.start_tag += u64::from(MAX_WEIGHT / self.parameters.rank_parameter);
+        if ranking == MemberRanking::WeightedShare {
+            self.start_tag += u64::from(MAX_SHARE_WEIGHT / self.parameters.rank_parameter);
         }
         dispatched_start_tag
     }
@@ -252,7 +258,7 @@ impl<T> FirstEligibleOut<T> {
             groups.push(SchedulingGroup { state, ranking: group.ranking, virtual_time: 0, member_mask: 0 });
         }
         let mut queues = Vec::new();
-        for (service, &QueueConfig { group_index: group, parameters, drop_priority: priority }) in
+        for (service, &ServiceQueueConfig { group_index: group, parameters, drop_priority: priority }) in
             config.queues.iter().enumerate()
         {
             let parent_group = groups.get_mut(usize::from(group));
@@ -261,15 +267,15 @@ impl<T> FirstEligibleOut<T> {
             let state = SchedulingState::new(parameters, parent.ranking)?;
             queues.push(ServiceQueue { state, group_index: group, drop_priority: priority, requests: VecDeque::new() });
         }
-        let &FirstEligibleOutConfig { group_ranking, selection, capacity, .. } = config;
+        let &FirstEligibleOutConfig { group_ranking, selection, max_waiting_requests: capacity, .. } = config;
         let mut rankings = groups.iter().map(|group| group.ranking).chain([group_ranking]);
         let mut states = groups.iter().map(|group| &group.state).chain(queues.iter().map(|queue| &queue.state));
-        let is_stateless = rankings.all(|ranking| ranking != Ranking::WeightedShare)
+        let is_stateless = rankings.all(|ranking| ranking != MemberRanking::WeightedShare)
             && states.all(|state| state.parameters.rate_limit.is_none());
         Ok(Self {
             group_ranking,
             selection,
-            capacity,
+            max_waiting_requests: capacity,
             waiting_request_count: 0,
             is_stateless,
             backlogged_service_mask: 0,
@@ -302,9 +308,9 @@ impl<T> FirstEligibleOut<T> {
     /// If the buffer is full, returns the dropped request with its service. This is the youngest request of the lowest
     /// priority, the new request included. Among services of equal priority, the longest queue loses a request.
     #[inline]
-    pub fn push(&mut self, now: u64, service: u8, request: T) -> Option<(u8, T)> {
+    pub fn push_request(&mut self, now: u64, service: u8, request: T) -> Option<(u8, T)> {
         let mut dropped_request = None;
-        if self.waiting_request_count == self.capacity {
+        if self.waiting_request_count == self.max_waiting_requests {
             let victim_service = self.overflow_victim_service(service);
             if victim_service == service {
                 return Some((service, request));
@@ -322,7 +328,7 @@ impl<T> FirstEligibleOut<T> {
     /// Removes and returns the next request with its service, or `None` if no request may be dispatched now. Bit s of
     /// `eligible_service_mask` is set if a core would take a request of service s.
     #[inline]
-    pub fn pop(&mut self, now: u64, eligible_service_mask: u64) -> Option<(u8, T)> {
+    pub fn pop_request(&mut self, now: u64, eligible_service_mask: u64) -> Option<(u8, T)> {
         let service = self.select_service(now, eligible_service_mask)?;
         let queue = &mut self.queues[usize::from(service)];
         let group = &mut self.groups[usize::from(queue.group_index)];
@@ -343,7 +349,7 @@ impl<T> FirstEligibleOut<T> {
                 .next_token_at()
                 .max(self.groups[usize::from(service_queue.group_index)].state.next_token_at())
         };
-        bit_indices(self.backlogged_service_mask).map(next_token_at).min()
+        set_bit_indices(self.backlogged_service_mask).map(next_token_at).min()
     }
 
     fn append_to_queue(&mut self, now: u64, service: u8, request: T) {
@@ -370,7 +376,7 @@ impl<T> FirstEligibleOut<T> {
     /// Returns the service that must drop a request when a request of service `arriving_service` arrives at a full
     /// buffer.
     fn overflow_victim_service(&self, arriving_service: u8) -> u8 {
-        let drop_key = |service: u8| {
+        let drop_order_key = |service: u8| {
             let arriving_request_count = usize::from(service == arriving_service);
             (
                 self.queues[usize::from(service)].drop_priority,
@@ -378,16 +384,16 @@ impl<T> FirstEligibleOut<T> {
                 arriving_request_count,
             )
         };
-        bit_indices(self.backlogged_service_mask | 1 << arriving_service)
-            .max_by_key(|service| drop_key(*service))
+        set_bit_indices(self.backlogged_service_mask | 1 << arriving_service)
+            .max_by_key(|service| drop_order_key(*service))
             .unwrap_or(arriving_service)
     }
 
     #[inline]
     fn select_service(&self, now: u64, eligible_service_mask: u64) -> Option<u8> {
         let considered_service_mask = match self.selection {
-            Selection::FirstEligible => self.backlogged_service_mask & eligible_service_mask,
-            Selection::Pifo => self.backlogged_service_mask,
+            EligibilityRule::FirstEligible => self.backlogged_service_mask & eligible_service_mask,
+            EligibilityRule::Pifo => self.backlogged_service_mask,
         };
         let mut best_candidate: Option<(u64, u8)> = None;
         for group in self.groups.iter().filter(|group| group.state.next_token_at() <= now) {
@@ -395,7 +401,7 @@ impl<T> FirstEligibleOut<T> {
             else {
                 continue;
             };
-            let rank = group.state.rank(self.group_ranking, arrival_time);
+            let rank = group.state.compute_rank(self.group_ranking, arrival_time);
             if best_candidate.is_none_or(|(least_rank, _)| rank < least_rank) {
                 best_candidate = Some((rank, service));
             }
@@ -413,13 +419,13 @@ impl<T> FirstEligibleOut<T> {
         considered_service_mask: u64,
     ) -> Option<(u64, u64, u8)> {
         let mut best_candidate: Option<(u64, u64, u8)> = None;
-        for service in bit_indices(considered_service_mask & group.member_mask) {
+        for service in set_bit_indices(considered_service_mask & group.member_mask) {
             let queue = &self.queues[usize::from(service)];
             if queue.state.next_token_at() > now {
                 continue;
             }
             let Some((arrival_time, _)) = queue.requests.front() else { continue };
-            let rank = queue.state.rank(group.ranking, *arrival_time);
+            let rank = queue.state.compute_rank(group.ranking, *arrival_time);
             best_candidate = Some(match best_candidate {
                 Some((earliest_arrival, least_rank, other_service)) if least_rank <= rank => {
                     (earliest_arrival.min(*arrival_time), least_rank, other_service)
@@ -434,7 +440,7 @@ impl<T> FirstEligibleOut<T> {
 
 /// Returns the indices of the bits that are set in `mask`, in ascending order.
 #[inline]
-fn bit_indices(mut mask: u64) -> impl Iterator<Item = u8> {
+fn set_bit_indices(mut mask: u64) -> impl Iterator<Item = u8> {
     std::iter::from_fn(move || {
         let index = (mask != 0).then(|| mask.trailing_zeros() as u8)?;
         mask &= mask - 1;

@@ -25,24 +25,26 @@ impl Dispatcher for JoinLightestQueue {
 
     #[inline]
     fn record_completion(&mut self, core: u16, header: &DispatchHeader) {
-        let core_work = self.outstanding_work_by_core.key(core);
+        let core_work = self.outstanding_work_by_core.leaf_key(core);
         self.outstanding_work_by_core.set_key(core, core_work - header.expected_service_time);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::header;
+    use super::super::tests::build_dispatch_header;
     use super::*;
 
     #[test]
     fn queue_with_the_least_expected_work_gets_the_request() {
         let mut jlq = JoinLightestQueue::new(2);
         let placed_cores: Vec<_> = [5, 1, 1, 1, 1, 1, 1]
-            .map(|expected_service_time| jlq.place_request(0, &header(0, expected_service_time)).unwrap())
+            .map(|expected_service_time| {
+                jlq.place_request(0, &build_dispatch_header(0, expected_service_time)).unwrap()
+            })
             .to_vec();
         assert_eq!(placed_cores, [0, 1, 1, 1, 1, 1, 0]);
-        jlq.record_completion(0, &header(0, 5));
-        assert_eq!(jlq.place_request(0, &header(0, 1)), Some(0));
+        jlq.record_completion(0, &build_dispatch_header(0, 5));
+        assert_eq!(jlq.place_request(0, &build_dispatch_header(0, 1)), Some(0));
     }
 }

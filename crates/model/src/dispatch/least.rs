@@ -4,7 +4,7 @@
 /// log2(cores) steps. Turbo's comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1)
 /// work alike.
 #[derive(Debug, Clone)]
-pub struct TournamentTree<K: Key> {
+pub struct TournamentTree<K: TournamentKey> {
     /// Node i has the children 2i and 2i+1, and the leaves are the last half. A node holds a key and, in lower bits,
     /// the index of its leaf. So one comparison orders both, and among equal keys the lowest index wins.
     nodes: Vec<K::Node>,
@@ -12,31 +12,31 @@ pub struct TournamentTree<K: Key> {
 }
 
 /// Key of a leaf, which can be packed into a node together with the leaf's index.
-pub trait Key: Copy {
+pub trait TournamentKey: Copy {
     /// Unsigned integer that holds a key and, in lower bits, the index of a leaf.
     type Node: Copy + Ord + std::fmt::Debug;
     /// Node greater than all others, which is used for missing leaves.
     const NO_LEAF: Self::Node;
 
     /// Returns a key and the index of its leaf, packed into one number.
-    fn node(self, leaf_index: u16) -> Self::Node;
+    fn pack_node(self, leaf_index: u16) -> Self::Node;
     /// Returns the index of the leaf and the key that a node holds.
-    fn leaf_and_key(node: Self::Node) -> (u16, Self);
+    fn unpack_node(node: Self::Node) -> (u16, Self);
 }
 
 macro_rules! key {
     ($key:ty, $node:ty) => {
-        impl Key for $key {
+        impl TournamentKey for $key {
             type Node = $node;
             const NO_LEAF: $node = <$node>::MAX;
 
             #[inline]
-            fn node(self, leaf_index: u16) -> $node {
+            fn pack_node(self, leaf_index: u16) -> $node {
                 <$node>::from(self) << u16::BITS | <$node>::from(leaf_index)
             }
 
             #[inline]
-            fn leaf_and_key(node: $node) -> (u16, $key) {
+            fn unpack_node(node: $node) -> (u16, $key) {
                 (node as u16, (node >> u16::BITS) as $key)
             }
         }
@@ -46,7 +46,7 @@ macro_rules! key {
 key!(u32, u64);
 key!(u64, u128);
 
-impl<K: Key> TournamentTree<K> {
+impl<K: TournamentKey> TournamentTree<K> {
     /// Returns a tree of `leaves` leaves (at least 1), all of which have the key `key`.
     pub fn new(leaves: u16, key: K) -> Self {
         assert!(leaves > 0, "a tournament without players");
@@ -62,7 +62,7 @@ impl<K: Key> TournamentTree<K> {
     #[inline]
     pub fn set_key(&mut self, index: u16, key: K) {
         let mut node = self.leaf_count + usize::from(index);
-        let mut least_node = key.node(index);
+        let mut least_node = key.pack_node(index);
         self.nodes[node] = least_node;
         while node > 1 {
             least_node = least_node.min(self.nodes[node ^ 1]);
@@ -73,14 +73,14 @@ impl<K: Key> TournamentTree<K> {
 
     /// Returns the key of the leaf with index `index`.
     #[inline]
-    pub fn key(&self, index: u16) -> K {
-        K::leaf_and_key(self.nodes[self.leaf_count + usize::from(index)]).1
+    pub fn leaf_key(&self, index: u16) -> K {
+        K::unpack_node(self.nodes[self.leaf_count + usize::from(index)]).1
     }
 
     /// Returns the index and the key of the leaf with the least key. Among equal keys, the lowest index wins.
     #[inline]
     pub fn least_leaf(&self) -> (u16, K) {
-        K::leaf_and_key(self.nodes[1])
+        K::unpack_node(self.nodes[1])
     }
 }
 
@@ -104,7 +104,7 @@ mod tests {
                 keys[usize::from(index)] = key;
                 let least_leaf = (0..leaves).min_by_key(|i| keys[usize::from(*i)]).unwrap();
                 prop_assert_eq!(tree.least_leaf(), (least_leaf, keys[usize::from(least_leaf)]));
-                prop_assert_eq!(tree.key(index), key);
+                prop_assert_eq!(tree.leaf_key(index), key);
             }
         }
     }

@@ -56,12 +56,13 @@ pub struct ScaleDownCondition {
 /// Monitor that sends hints to scale one service up or down. Each kind of hint is enabled separately and has its own
 /// epochs.
 ///
-/// A hint disarms both checks until [`rearm`](LoadMonitor::rearm), so a service has one hint in flight at most. The
-/// hint goes to the core that [`RankArrays::least_loaded_core`](super::RankArrays::least_loaded_core) returns.
+/// A hint disarms both checks until [`rearm_hints`](LoadMonitor::rearm_hints), so a service has one hint in flight at
+/// most. The hint goes to the core that [`RankArrays::least_loaded_core`](super::RankArrays::least_loaded_core)
+/// returns.
 #[derive(Debug, Clone, Default)]
 pub struct LoadMonitor {
-    scale_up_check: Option<(ScaleUpCondition, CheckTimes)>,
-    scale_down_check: Option<(ScaleDownCondition, CheckTimes)>,
+    scale_up_check: Option<(ScaleUpCondition, EpochCheckTimes)>,
+    scale_down_check: Option<(ScaleDownCondition, EpochCheckTimes)>,
     /// Maximum number of waiting requests in the current epoch of the check for scaling down.
     peak_queue_length: u64,
     /// Number of consecutive calm epochs, without the current one.
@@ -70,12 +71,12 @@ pub struct LoadMonitor {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct CheckTimes {
+struct EpochCheckTimes {
     previous_check_time: u64,
     next_check_time: u64,
 }
 
-impl CheckTimes {
+impl EpochCheckTimes {
     fn new(now: u64, epoch: EpochLength) -> Self {
         Self { previous_check_time: now, next_check_time: now.saturating_add(epoch.0.get()) }
     }
@@ -96,17 +97,17 @@ impl CheckTimes {
 impl LoadMonitor {
     /// Enables scaling up, or changes its condition. The first check is one epoch after `now`.
     pub fn enable_scale_up(&mut self, now: u64, condition: ScaleUpCondition) {
-        self.scale_up_check = Some((condition, CheckTimes::new(now, condition.epoch_length)));
+        self.scale_up_check = Some((condition, EpochCheckTimes::new(now, condition.epoch_length)));
     }
 
     /// Enables scaling down, or changes its condition. The first check is one epoch after `now`.
     pub fn enable_scale_down(&mut self, now: u64, condition: ScaleDownCondition) {
-        self.scale_down_check = Some((condition, CheckTimes::new(now, condition.epoch_length)));
+        self.scale_down_check = Some((condition, EpochCheckTimes::new(now, condition.epoch_length)));
         (self.peak_queue_length, self.calm_epoch_count) = (0, 0);
     }
 
     /// Disables the check that sends `hint`. A hint in flight stays in flight.
-    pub fn disable(&mut self, hint: LoadHint) {
+    pub fn disable_hint(&mut self, hint: LoadHint) {
         match hint {
             LoadHint::ScaleUp => self.scale_up_check = None,
             LoadHint::ScaleDown => self.scale_down_check = None,
@@ -157,14 +158,14 @@ impl LoadMonitor {
         is_calm && self.calm_epoch_count >= condition.required_calm_epochs
     }
 
-    /// Returns whether a hint was sent, and [`rearm`](Self::rearm) has not been called since.
+    /// Returns whether a hint was sent, and [`rearm_hints`](Self::rearm_hints) has not been called since.
     pub fn is_hint_in_flight(&self) -> bool {
         self.is_hint_in_flight
     }
 
     /// Arms both checks again, after the cores acted on the hint (RingLeader's RearmLoadMonitor). Returns whether a
     /// hint was in flight.
-    pub fn rearm(&mut self) -> bool {
+    pub fn rearm_hints(&mut self) -> bool {
         std::mem::take(&mut self.is_hint_in_flight)
     }
 }
@@ -207,9 +208,9 @@ mod tests {
         assert_eq!(monitor.check_for_hint(20, Some(15), 1), None, "another one");
         assert_eq!(monitor.check_for_hint(30, Some(15), 1), Some(LoadHint::ScaleUp));
         assert_eq!(monitor.check_for_hint(40, Some(15), 1), None, "one hint in flight");
-        assert!(monitor.rearm() && !monitor.rearm());
+        assert!(monitor.rearm_hints() && !monitor.rearm_hints());
         assert_eq!(monitor.check_for_hint(50, Some(15), 1), Some(LoadHint::ScaleUp));
-        monitor.rearm();
+        monitor.rearm_hints();
         let hints: Vec<_> = (6..10).map(|n| monitor.check_for_hint(n * 10, None, 0)).collect();
         assert_eq!(hints, [None, None, None, Some(LoadHint::ScaleDown)]);
     }
@@ -229,10 +230,10 @@ mod tests {
         assert_eq!(monitor.check_for_hint(1064, None, 0), None, "3 waited in this epoch");
         monitor.enable_scale_up(1064, ScaleUpCondition { epoch_length: EpochLength::power_of_two(4).unwrap() });
         assert_eq!(monitor.next_check_time(), Some(1080));
-        monitor.disable(LoadHint::ScaleUp);
+        monitor.disable_hint(LoadHint::ScaleUp);
         assert_eq!(monitor.check_for_hint(1128, Some(0), 2), Some(LoadHint::ScaleDown));
-        monitor.rearm();
-        monitor.disable(LoadHint::ScaleDown);
+        monitor.rearm_hints();
+        monitor.disable_hint(LoadHint::ScaleDown);
         assert_eq!((monitor.next_check_time(), monitor.check_for_hint(2000, Some(0), 0)), (None, None));
         assert_eq!((EpochLength::power_of_two(0), EpochLength::power_of_two(64)), (Some(epoch_length(1)), None));
     }
@@ -289,7 +290,7 @@ mod tests {
                 }
                 prop_assert_eq!(monitor.is_hint_in_flight(), is_hint_in_flight);
                 if rearms {
-                    prop_assert_eq!(monitor.rearm(), is_hint_in_flight);
+                    prop_assert_eq!(monitor.rearm_hints(), is_hint_in_flight);
                     is_hint_in_flight = false;
                 }
                 queue.extend((0..arrivals).map(|index| (now + 1, index)));

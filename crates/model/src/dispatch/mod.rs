@@ -21,23 +21,24 @@ mod stealing;
 mod weight;
 
 pub use assignment::{
-    AssignmentChange, CoreAllocator, CoreAssignmentMode, InvalidReservedCores, ReservedCores, UnknownAssignmentMode,
+    CoreAllocator, CoreAssignmentChange, CoreAssignmentMode, InvalidReservedCores, ReservedCores, UnknownAssignmentMode,
 };
-pub use class_bounds::{ClassBoundedShortestQueue, ClassBounds};
+pub use class_bounds::{ClassBoundedShortestQueue, OutstandingBoundsByClass};
 pub use feo::{
-    FirstEligibleOut, FirstEligibleOutConfig, FirstEligibleOutConfigError, GroupConfig, MAX_SERVICES, MAX_WEIGHT,
-    QueueConfig, Ranking, RateLimit, SchedulingParameters, Selection,
+    DispatchRateLimit, EligibilityRule, FirstEligibleOut, FirstEligibleOutConfig, FirstEligibleOutConfigError,
+    MAX_SCHEDULED_SERVICES, MAX_SHARE_WEIGHT, MemberRanking, SchedulingGroupConfig, SchedulingParameters,
+    ServiceQueueConfig,
 };
-pub use jbsrq::{JoinBoundedShortestRankedQueue, SubmitEffects};
+pub use jbsrq::{JoinBoundedShortestRankedQueue, RequestSubmitEffects};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
-pub use least::{Key, TournamentTree};
+pub use least::{TournamentKey, TournamentTree};
 pub use load_monitor::{EpochLength, LoadHint, LoadMonitor, ScaleDownCondition, ScaleUpCondition};
 pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, RankedService};
-pub use repair::{LearnedServiceTime, StallDetector, expired_request_indexes};
+pub use repair::{LearnedServiceTime, WorkerStallDetector, expired_request_indexes};
 pub use rss::{RssDispatcher, assign_buckets_to_cores};
 pub use spread::{RandomDispatcher, RoundRobinDispatcher};
-pub use stealing::{LongestQueueStealing, Steal};
+pub use stealing::{LongestQueueStealing, RequestSteal};
 pub use weight::RoundedServiceTime;
 
 /// Fields of a request that a dispatcher at the NIC reads.
@@ -83,7 +84,7 @@ mod tests {
     use super::*;
 
     /// Returns the header of a request of service `service` with this expected service time.
-    pub(super) fn header(service: u8, expected_service_time: u64) -> DispatchHeader {
+    pub(super) fn build_dispatch_header(service: u8, expected_service_time: u64) -> DispatchHeader {
         DispatchHeader { service, expected_service_time, request_hash: 0, flow_hash: 0 }
     }
 }

@@ -3,7 +3,7 @@
 use std::num::NonZeroU16;
 
 use super::TournamentTree;
-use super::feo::MAX_SERVICES;
+use super::feo::MAX_SCHEDULED_SERVICES;
 
 /// Factor by which a request of lower priority counts in a service's rank, because preempting it has a cost. It is from
 /// 0 to 1, stored in thousandths so that ranks are integers.
@@ -60,16 +60,18 @@ pub struct RankedService {
 
 /// Error returned for feedback about more requests than are outstanding at the core.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("feedback for {count} requests of service {service} at core {core}: {outstanding} are outstanding")]
+#[error(
+    "feedback for {answered_count} requests of service {service} at core {core}: {outstanding_count} are outstanding"
+)]
 pub struct FeedbackError {
     /// Index of the service whose requests were answered.
     pub service: u8,
     /// Index of the core that answered the requests.
     pub core: u16,
     /// Number of answered requests according to the feedback.
-    pub count: u32,
+    pub answered_count: u32,
     /// Number of outstanding requests of the service at the core.
-    pub outstanding: u32,
+    pub outstanding_count: u32,
 }
 
 /// Ranks of every core for every service (RingLeader, NSDI'23, Sect. 4.2 and 5.1).
@@ -82,11 +84,11 @@ pub struct RankArrays {
     rank_limit: u32,
     /// Bit mask of the services whose next request at least one core would take.
     eligible_service_mask: u64,
-    ranks_by_service: Vec<ServiceRanks>,
+    ranks_by_service: Vec<ServiceCoreRanks>,
 }
 
 #[derive(Debug, Clone)]
-struct ServiceRanks {
+struct ServiceCoreRanks {
     /// Weight of one request of each service in this service's ranks, in thousandths.
     weight_by_service: Vec<u32>,
     /// Rank of each core for this service, in thousandths.
@@ -95,19 +97,24 @@ struct ServiceRanks {
     enabled_by_core: Vec<bool>,
     /// Number of this service's requests that were sent to each core and are not answered.
     outstanding_by_core: Vec<u32>,
-    /// Ranks of the cores that would take a request of this service, or [`NOT_ELIGIBLE`] for the other cores.
+    /// Ranks of the cores that would take a request of this service, or [`NOT_ELIGIBLE_RANK`] for the other cores.
     eligible_rank_by_core: TournamentTree<u32>,
 }
 
-const NOT_ELIGIBLE: u32 = u32::MAX;
+const NOT_ELIGIBLE_RANK: u32 = u32::MAX;
 
 impl RankArrays {
     /// Returns the ranks of `cores` idle cores (at least 1), with every service enabled on every core. `depth` is the
-    /// maximum rank of a core, in requests. Panics without cores, or with more than [`MAX_SERVICES`] services.
+    /// maximum rank of a core, in requests. Panics without cores, or with more than [`MAX_SCHEDULED_SERVICES`]
+    /// services.
     pub fn new(cores: u16, services: &[RankedService], rule: RankRule, depth: NonZeroU16) -> Self {
-        assert!(services.len() <= MAX_SERVICES, "{} services: expected at most {MAX_SERVICES}", services.len());
+        assert!(
+            services.len() <= MAX_SCHEDULED_SERVICES,
+            "{} services: expected at most {MAX_SCHEDULED_SERVICES}",
+            services.len()
+        );
         let core_count = usize::from(cores);
-        let service_ranks = (0..services.len()).map(|own_service| ServiceRanks {
+        let service_ranks = (0..services.len()).map(|own_service| ServiceCoreRanks {
             weight_by_service: (0..services.len())
                 .map(|other_service| rule.request_weight(services, own_service, other_service))
                 .collect(),
@@ -126,13 +133,13 @@ impl RankArrays {
 
     /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests that are
     /// already at the core stay at it.
-    pub fn set_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
+    pub fn set_service_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
         self.ranks_by_service[usize::from(service)].enabled_by_core[usize::from(core)] = is_enabled;
         self.update_eligibility(service, core);
     }
 
     /// Returns whether `service` is enabled on `core`.
-    pub fn is_enabled(&self, service: u8, core: u16) -> bool {
+    pub fn is_service_enabled(&self, service: u8, core: u16) -> bool {
         self.ranks_by_service[usize::from(service)].enabled_by_core[usize::from(core)]
     }
 
@@ -153,12 +160,12 @@ impl RankArrays {
     }
 
     /// Returns the rank of `core` for `service`, in thousandths.
-    pub fn rank(&self, service: u8, core: u16) -> u32 {
+    pub fn core_rank(&self, service: u8, core: u16) -> u32 {
         self.ranks_by_service[usize::from(service)].rank_by_core[usize::from(core)]
     }
 
     /// Returns the number of outstanding requests of `service` at `core`.
-    pub fn outstanding_count(&self, service: u8, core: u16) -> u32 {
+    pub fn service_outstanding_count(&self, service: u8, core: u16) -> u32 {
         self.ranks_by_service[usize::from(service)].outstanding_by_core[usize::from(core)]
     }
 
@@ -181,7 +188,7 @@ impl RankArrays {
     #[inline]
     pub fn assign_request(&mut self, service: u8) -> Option<u16> {
         let (core, rank) = self.ranks_by_service[usize::from(service)].eligible_rank_by_core.least_leaf();
-        if rank == NOT_ELIGIBLE {
+        if rank == NOT_ELIGIBLE_RANK {
             return None;
         }
         self.ranks_by_service[usize::from(service)].outstanding_by_core[usize::from(core)] += 1;
@@ -195,7 +202,7 @@ impl RankArrays {
     pub fn record_feedback(&mut self, service: u8, core: u16, answered_count: u32) -> Result<(), FeedbackError> {
         let outstanding_count = &mut self.ranks_by_service[usize::from(service)].outstanding_by_core[usize::from(core)];
         let Some(remaining_count) = outstanding_count.checked_sub(answered_count) else {
-            return Err(FeedbackError { service, core, count: answered_count, outstanding: *outstanding_count });
+            return Err(FeedbackError { service, core, answered_count, outstanding_count: *outstanding_count });
         };
         *outstanding_count = remaining_count;
         self.update_core_ranks(service, core, |rank, weight| rank - weight * answered_count);
@@ -220,8 +227,8 @@ impl RankArrays {
         let service_ranks = &mut self.ranks_by_service[usize::from(service)];
         let rank = service_ranks.rank_by_core[usize::from(core)];
         let is_eligible = service_ranks.enabled_by_core[usize::from(core)] && rank < self.rank_limit;
-        service_ranks.eligible_rank_by_core.set_key(core, if is_eligible { rank } else { NOT_ELIGIBLE });
-        let eligibility_bit = u64::from(service_ranks.eligible_rank_by_core.least_leaf().1 != NOT_ELIGIBLE);
+        service_ranks.eligible_rank_by_core.set_key(core, if is_eligible { rank } else { NOT_ELIGIBLE_RANK });
+        let eligibility_bit = u64::from(service_ranks.eligible_rank_by_core.least_leaf().1 != NOT_ELIGIBLE_RANK);
         self.eligible_service_mask = self.eligible_service_mask & !(1 << service) | eligibility_bit << service;
     }
 }
@@ -252,9 +259,9 @@ mod tests {
 
     /// Assigns `request_count` requests of `service` to core `core` of two.
     fn assign_to_core(ranks: &mut RankArrays, service: u8, core: u16, request_count: u32) {
-        ranks.set_enabled(service, 1 - core, false);
+        ranks.set_service_enabled(service, 1 - core, false);
         (0..request_count).for_each(|_| assert_eq!(ranks.assign_request(service), Some(core)));
-        ranks.set_enabled(service, 1 - core, true);
+        ranks.set_service_enabled(service, 1 - core, true);
     }
 
     /// In RingLeader's Fig. 5 (a), core 0 has three requests of low priority, and core 1 has one of high priority.
@@ -287,7 +294,7 @@ mod tests {
         let error = ranks.record_feedback(1, 0, 3).unwrap_err();
         let expected_error = "feedback for 3 requests of service 1 at core 0: 2 are outstanding";
         assert_eq!(error.to_string(), expected_error);
-        assert_eq!((ranks.outstanding_count(1, 0), ranks.rank(1, 0)), (2, 2000), "nothing changes");
+        assert_eq!((ranks.service_outstanding_count(1, 0), ranks.core_rank(1, 0)), (2, 2000), "nothing changes");
         assert_eq!((ranks.record_feedback(0, 0, 0), ranks.record_feedback(1, 0, 2)), (Ok(()), Ok(())));
         assert_eq!(ranks.core_outstanding_count(0), 0);
     }
@@ -300,9 +307,9 @@ mod tests {
             (ranks.assign_request(1), ranks.assign_request(1), ranks.least_loaded_core(1)),
             (Some(1), None, Some(0))
         );
-        ranks.set_enabled(1, 0, false);
+        ranks.set_service_enabled(1, 0, false);
         assert_eq!(ranks.least_loaded_core(1), Some(1));
-        ranks.set_enabled(1, 1, false);
+        ranks.set_service_enabled(1, 1, false);
         assert_eq!((ranks.least_loaded_core(1), ranks.least_loaded_core(0)), (None, Some(0)));
     }
 
@@ -328,25 +335,26 @@ mod tests {
             for (step, service, core) in steps {
                 let (service, core) = (service % services.len() as u8, core % cores);
                 let expected_rank = |ranks: &RankArrays, core| -> u32 {
-                    let weighted_count = |other: u8| {
+                    let weighted_outstanding_count = |other: u8| {
                         let weight = rule.request_weight(&services, usize::from(service), usize::from(other));
-                        ranks.outstanding_count(other, core) * weight
+                        ranks.service_outstanding_count(other, core) * weight
                     };
-                    (0..services.len() as u8).map(weighted_count).sum()
+                    (0..services.len() as u8).map(weighted_outstanding_count).sum()
                 };
                 for core in 0..cores {
-                    prop_assert_eq!(ranks.rank(service, core), expected_rank(&ranks, core));
+                    prop_assert_eq!(ranks.core_rank(service, core), expected_rank(&ranks, core));
                 }
-                let is_eligible = |core: &u16| ranks.is_enabled(service, *core) && expected_rank(&ranks, *core) < 4000;
-                let expected_core = (0..cores).filter(is_eligible).min_by_key(|core| expected_rank(&ranks, *core));
+                let is_core_eligible =
+                    |core: &u16| ranks.is_service_enabled(service, *core) && expected_rank(&ranks, *core) < 4000;
+                let expected_core = (0..cores).filter(is_core_eligible).min_by_key(|core| expected_rank(&ranks, *core));
                 prop_assert_eq!(ranks.eligible_service_mask() >> service & 1 == 1, expected_core.is_some());
                 match step {
                     0 | 1 => prop_assert_eq!(ranks.assign_request(service), expected_core),
                     2 => {
-                        let answered_count = ranks.outstanding_count(service, core).min(2);
+                        let answered_count = ranks.service_outstanding_count(service, core).min(2);
                         prop_assert!(ranks.record_feedback(service, core, answered_count).is_ok());
                     }
-                    _ => ranks.set_enabled(service, core, !ranks.is_enabled(service, core)),
+                    _ => ranks.set_service_enabled(service, core, !ranks.is_service_enabled(service, core)),
                 }
             }
         }

@@ -17,20 +17,20 @@ pub fn expired_request_indexes(ages: &[u32], queued_datagrams: usize, timeout_ch
 
 /// Detector of a stalled worker, which has datagrams in its socket but has not answered for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StallDetector {
+pub struct WorkerStallDetector {
     response_count: u64,
     /// Last time at which the worker had no queued datagram or had sent a response.
     last_progress_at: Duration,
 }
 
-impl StallDetector {
+impl WorkerStallDetector {
     /// Returns a detector that starts at `now`, when the worker has sent `response_count` responses.
     pub fn new(now: Duration, response_count: u64) -> Self {
         Self { response_count, last_progress_at: now }
     }
 
     /// Returns whether datagrams have waited for at least `stall_after` without a new response of the worker.
-    pub fn is_stalled(
+    pub fn detect_stall(
         &mut self,
         now: Duration,
         response_count: u64,
@@ -70,7 +70,7 @@ impl LearnedServiceTime {
     }
 
     /// Returns the expected service time, or `None` before the first response.
-    pub fn expected_time(self) -> Option<Duration> {
+    pub fn expected_service_time(self) -> Option<Duration> {
         self.mean_ns.map(|mean_ns| Duration::from_nanos(mean_ns as u64))
     }
 }
@@ -94,22 +94,22 @@ mod tests {
     #[test]
     fn worker_with_queued_datagrams_and_no_response_is_stalled() {
         let ms = Duration::from_millis;
-        let mut detector = StallDetector::new(ms(0), 5);
-        assert!(!detector.is_stalled(ms(1000), 5, 0, ms(300)), "nothing to do");
-        assert!(!detector.is_stalled(ms(1299), 5, 1, ms(300)));
-        assert!(detector.is_stalled(ms(1300), 5, 1, ms(300)));
-        assert!(detector.is_stalled(ms(5000), 5, 2, ms(300)));
-        assert!(!detector.is_stalled(ms(5001), 6, 2, ms(300)), "it answered");
+        let mut detector = WorkerStallDetector::new(ms(0), 5);
+        assert!(!detector.detect_stall(ms(1000), 5, 0, ms(300)), "nothing to do");
+        assert!(!detector.detect_stall(ms(1299), 5, 1, ms(300)));
+        assert!(detector.detect_stall(ms(1300), 5, 1, ms(300)));
+        assert!(detector.detect_stall(ms(5000), 5, 2, ms(300)));
+        assert!(!detector.detect_stall(ms(5001), 6, 2, ms(300)), "it answered");
     }
 
     #[test]
     fn learned_service_time_follows_measurements() {
         let mut service_time = LearnedServiceTime::default();
         service_time.add_service_times(0, 0);
-        assert_eq!(service_time.expected_time(), None);
+        assert_eq!(service_time.expected_service_time(), None);
         service_time.add_service_times(3_000, 3);
-        assert_eq!(service_time.expected_time(), Some(Duration::from_nanos(1_000)));
+        assert_eq!(service_time.expected_service_time(), Some(Duration::from_nanos(1_000)));
         (0..100).for_each(|_| service_time.add_service_times(10_000, 2));
-        assert!(service_time.expected_time().unwrap() > Duration::from_nanos(4_990), "{service_time:?}");
+        assert!(service_time.expected_service_time().unwrap() > Duration::from_nanos(4_990), "{service_time:?}");
     }
 }

@@ -16,12 +16,12 @@ impl RssDispatcher {
     }
 
     /// Returns the indirection table, which maps each bucket to a core.
-    pub fn table(&self) -> &IndirectionTable {
+    pub fn indirection_table(&self) -> &IndirectionTable {
         &self.indirection_table
     }
 
     /// Replaces the indirection table.
-    pub fn set_table(&mut self, table: IndirectionTable) {
+    pub fn set_indirection_table(&mut self, table: IndirectionTable) {
         self.indirection_table = table;
     }
 }
@@ -58,13 +58,14 @@ pub fn assign_buckets_to_cores(load_by_bucket: &[u64], backlog_by_core: &[u64]) 
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::header;
+    use super::super::tests::build_dispatch_header;
     use super::*;
 
     #[test]
     fn indirection_table_selects_the_core() {
         let mut rss = RssDispatcher::new(IndirectionTable::new(&[2, 0, 1, 0]).unwrap());
-        let mut core_for_hash = |flow_hash| rss.place_request(0, &DispatchHeader { flow_hash, ..header(0, 1) });
+        let mut core_for_hash =
+            |flow_hash| rss.place_request(0, &DispatchHeader { flow_hash, ..build_dispatch_header(0, 1) });
         assert_eq!(
             [core_for_hash(0), core_for_hash(1), core_for_hash(6), core_for_hash(7)],
             [Some(2), Some(0), Some(1), Some(0)]

@@ -35,21 +35,21 @@ pub(super) fn scale_hash(hash: u32, count: u16) -> u16 {
 #[derive(Debug, Clone)]
 pub struct RoundRobinDispatcher {
     core_count: u16,
-    next_core: u16,
+    next_core_index: u16,
 }
 
 impl RoundRobinDispatcher {
     /// Returns a dispatcher for `core_count` cores.
     pub fn new(core_count: u16) -> Self {
-        Self { core_count, next_core: 0 }
+        Self { core_count, next_core_index: 0 }
     }
 }
 
 impl Dispatcher for RoundRobinDispatcher {
     #[inline]
     fn place_request(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
-        let core = self.next_core;
-        self.next_core = if core + 1 < self.core_count { core + 1 } else { 0 };
+        let core = self.next_core_index;
+        self.next_core_index = if core + 1 < self.core_count { core + 1 } else { 0 };
         Some(core)
     }
 
@@ -59,7 +59,7 @@ impl Dispatcher for RoundRobinDispatcher {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::header;
+    use super::super::tests::build_dispatch_header;
     use super::*;
 
     #[test]
@@ -68,7 +68,7 @@ mod tests {
         let mut request_count_by_core = [0; 3];
         for hash in (0..=u32::MAX).step_by(1 << 20) {
             request_count_by_core[usize::from(
-                random.place_request(0, &DispatchHeader { request_hash: hash, ..header(0, 1) }).unwrap(),
+                random.place_request(0, &DispatchHeader { request_hash: hash, ..build_dispatch_header(0, 1) }).unwrap(),
             )] += 1;
         }
         assert_eq!(request_count_by_core, [1366, 1365, 1365]);
@@ -77,7 +77,8 @@ mod tests {
     #[test]
     fn round_robin_selects_all_cores_in_cyclic_order() {
         let mut round_robin = RoundRobinDispatcher::new(3);
-        let placed_cores: Vec<_> = (0..5).map(|_| round_robin.place_request(0, &header(0, 1)).unwrap()).collect();
+        let placed_cores: Vec<_> =
+            (0..5).map(|_| round_robin.place_request(0, &build_dispatch_header(0, 1)).unwrap()).collect();
         assert_eq!(placed_cores, [0, 1, 2, 0, 1]);
     }
 }

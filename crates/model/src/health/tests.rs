@@ -2,17 +2,17 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn thresholds(rise: u32, fall: u32) -> Thresholds {
-    Thresholds::new(rise, fall).unwrap()
+fn build_thresholds(rise: u32, fall: u32) -> VerdictThresholds {
+    VerdictThresholds::new(rise, fall).unwrap()
 }
 
-fn verdict_after_each_result(results: &[bool], thresholds: Thresholds) -> Vec<Option<HealthVerdict>> {
+fn verdict_after_each_result(results: &[bool], thresholds: VerdictThresholds) -> Vec<Option<HealthVerdict>> {
     let mut tracker = HealthTracker::default();
-    let verdict_after = |has_passed: &bool| {
-        tracker.record_result(*has_passed, thresholds);
+    let verdict_after_result = |has_passed: &bool| {
+        tracker.record_check_result(*has_passed, thresholds);
         tracker.verdict()
     };
-    results.iter().map(verdict_after).collect()
+    results.iter().map(verdict_after_result).collect()
 }
 
 #[test]
@@ -20,26 +20,32 @@ fn verdict_changes_after_the_fall_and_rise_thresholds() {
     use HealthVerdict::{Down, Up};
     let results = [true, false, false, true, false, false, false, true, false, true, true, false];
     let expected_verdicts = [Up, Up, Up, Up, Up, Up, Down, Down, Down, Down, Up, Up];
-    assert_eq!(verdict_after_each_result(&results, thresholds(2, 3)), expected_verdicts.map(Some));
+    assert_eq!(verdict_after_each_result(&results, build_thresholds(2, 3)), expected_verdicts.map(Some));
 }
 
 #[test]
 fn server_without_verdict_goes_down_after_the_fall_threshold() {
     let no_verdict = None;
     assert_eq!(
-        verdict_after_each_result(&[false, false, false], thresholds(2, 3)),
+        verdict_after_each_result(&[false, false, false], build_thresholds(2, 3)),
         [no_verdict, no_verdict, Some(HealthVerdict::Down)]
     );
-    assert_eq!(verdict_after_each_result(&[false, true], thresholds(2, 3)), [no_verdict, Some(HealthVerdict::Up)]);
+    assert_eq!(
+        verdict_after_each_result(&[false, true], build_thresholds(2, 3)),
+        [no_verdict, Some(HealthVerdict::Up)]
+    );
 }
 
 #[test]
 fn status_range_includes_its_bounds() {
-    let codes = StatusRange::new(200, 204).unwrap();
+    let codes = HttpStatusRange::new(200, 204).unwrap();
     assert!(codes.contains(200) && codes.contains(204) && !codes.contains(205) && !codes.contains(199));
     assert_eq!(codes.to_string(), "200-204");
-    assert_eq!(StatusRange::new(204, 204).unwrap().to_string(), "204");
-    assert_eq!((StatusRange::new(204, 200), StatusRange::new(99, 200), StatusRange::new(200, 600)), (None, None, None));
+    assert_eq!(HttpStatusRange::new(204, 204).unwrap().to_string(), "204");
+    assert_eq!(
+        (HttpStatusRange::new(204, 200), HttpStatusRange::new(99, 200), HttpStatusRange::new(200, 600)),
+        (None, None, None)
+    );
 }
 
 fn observer_verdicts(verdicts: &[(u8, HealthVerdict)]) -> BTreeMap<u8, HealthVerdict> {
@@ -93,7 +99,7 @@ proptest! {
     fn verdict_changes_only_after_enough_consecutive_results(
         results in prop::collection::vec(any::<bool>(), 1..60), rise in 1u32..6, fall in 1u32..6,
     ) {
-        let actual_verdicts = verdict_after_each_result(&results, thresholds(rise, fall));
+        let actual_verdicts = verdict_after_each_result(&results, build_thresholds(rise, fall));
         for result_index in 0..results.len() {
             let previous_verdict = if result_index == 0 { None } else { actual_verdicts[result_index - 1] };
             let newest_first = results[..=result_index].iter().rev();
@@ -113,12 +119,12 @@ proptest! {
     #[test]
     fn fewer_results_than_the_threshold_change_no_verdict(run_lengths in prop::collection::vec(1u32..3, 1..20)) {
         let mut tracker = HealthTracker::default();
-        let thresholds = thresholds(3, 3);
-        tracker.record_result(true, thresholds);
+        let thresholds = build_thresholds(3, 3);
+        tracker.record_check_result(true, thresholds);
         let mut has_passed = false;
         for run in run_lengths {
             for _ in 0..run {
-                prop_assert!(!tracker.record_result(has_passed, thresholds));
+                prop_assert!(!tracker.record_check_result(has_passed, thresholds));
             }
             has_passed = !has_passed;
         }
@@ -132,7 +138,7 @@ proptest! {
         interval_ms in 1u64..100_000,
     ) {
         let interval = Duration::from_millis(interval_ms);
-        let jittered_interval = Jitter::new(fraction).unwrap().jittered_interval(interval, draw);
+        let jittered_interval = HealthCheckJitter::new(fraction).unwrap().jittered_interval(interval, draw);
         prop_assert!(jittered_interval <= interval && jittered_interval >= interval.mul_f64(0.0999), "{:?}",
             jittered_interval);
     }
@@ -159,15 +165,15 @@ proptest! {
 
 #[test]
 fn repeated_local_faults_withdraw_the_verdict() {
-    let thresholds = Thresholds::new(1, 3).unwrap();
+    let thresholds = VerdictThresholds::new(1, 3).unwrap();
     let mut tracker = HealthTracker::default();
-    assert!(tracker.record_result(true, thresholds));
-    assert!(!tracker.record_result(false, thresholds));
+    assert!(tracker.record_check_result(true, thresholds));
+    assert!(!tracker.record_check_result(false, thresholds));
     assert!(!tracker.record_local_fault(thresholds));
     assert!(!tracker.record_local_fault(thresholds));
     assert_eq!(tracker.verdict(), Some(HealthVerdict::Up));
     assert!(tracker.record_local_fault(thresholds), "it has not seen the server for long");
     assert_eq!(tracker.verdict(), None);
     assert!(!tracker.record_local_fault(thresholds));
-    assert!(tracker.record_result(true, thresholds));
+    assert!(tracker.record_check_result(true, thresholds));
 }

@@ -4,16 +4,16 @@ use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use super::decision::{Decision, NewIdentification};
-use super::encapsulation::set_macs;
+use super::decision::{IdentificationChange, PacketDecision};
+use super::encapsulation::set_frame_macs;
 use super::flow::{FlowEntryNeed, FragmentKey};
 use super::ip_packet::{FragmentPart, IpPacket, NOT_A_SERVICE, ParseEndCounter};
-use super::packet::{self, Packet, RST, SYN};
+use super::packet::{self, ClientPacket, RST, SYN};
 use super::packet_ipv6::PROTOCOL_ICMPV6;
-use super::stateful::IndexLookup;
-use super::{BroadcastReason, FlowEntry, LoadBalancer, MacAddress, Outcome, ServerTraffic};
+use super::stateful::ConnectionIndexLookup;
+use super::{BroadcastReason, FlowEntry, FrameOutcome, LoadBalancer, MacAddress, ServerTraffic};
 use crate::ServerId;
-use crate::consistency::{Consistency, ServiceMigration};
+use crate::consistency::{ConsistencyMode, ServiceMigration};
 use crate::cookie::{self, Cookie};
 use crate::tuple::Protocol;
 
@@ -31,17 +31,18 @@ pub(super) struct FrameSource {
 
 impl LoadBalancer {
     /// Processes a frame in the VLAN of the VIPs, after its VLAN tag was removed.
-    pub(super) fn process_untagged_frame(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
-        if let Some(reply_outcome) = self.process_reply(frame) {
+    pub(super) fn process_untagged_frame(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> FrameOutcome {
+        if let Some(reply_outcome) = self.process_server_reply(frame) {
             return reply_outcome;
         }
         let mut service_slot_if_known = None;
-        let decision =
-            self.parse_and_decide(frame, now_ns, &mut service_slot_if_known).unwrap_or_else(Decision::from_counter);
-        let outcome = decision.outcome(service_slot_if_known);
+        let decision = self
+            .parse_and_decide(frame, now_ns, &mut service_slot_if_known)
+            .unwrap_or_else(PacketDecision::from_counter);
+        let outcome = decision.frame_outcome(service_slot_if_known);
         if decision.is_forwarded() {
             let frame_bytes = frame.len() as u64;
-            if let NewIdentification::PreviousServerId(previous_server_id) = decision.identification {
+            if let IdentificationChange::PreviousServerId(previous_server_id) = decision.identification {
                 packet::set_identification(frame, previous_server_id);
             }
             if let Some((tsecr, value)) = &decision.new_tsecr {
@@ -50,7 +51,7 @@ impl LoadBalancer {
             let slot_and_server = outcome.service_slot.zip(outcome.server);
             if let Err(drop_counter) = self.rewrite_for_forwarding(frame, &decision, slot_and_server, now_ns) {
                 self.count_opened_and_closed_connection(&decision, slot_and_server);
-                return Decision { counter: drop_counter, ..decision }.outcome(service_slot_if_known);
+                return PacketDecision { counter: drop_counter, ..decision }.frame_outcome(service_slot_if_known);
             }
             self.count_opened_and_closed_connection(&decision, slot_and_server);
             if let Some((_, server)) = slot_and_server {
@@ -65,23 +66,23 @@ impl LoadBalancer {
     fn rewrite_for_forwarding(
         &mut self,
         frame: &mut Vec<u8>,
-        decision: &Decision,
+        decision: &PacketDecision,
         slot_and_server: Option<(usize, ServerId)>,
         now_ns: u64,
     ) -> Result<(), ParseEndCounter> {
         if let Some((service_slot, server)) = slot_and_server {
-            let forwarding_method = self.service(service_slot).settings.forwarding;
+            let forwarding_method = self.service_in_slot(service_slot).settings.forwarding;
             if forwarding_method.encapsulates() {
                 let tunnel = *self.tunnel_by_server.get(&server).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
-                let inner_mtu_bytes =
-                    self.settings.outer_header.mtu_bytes - forwarding_method.overhead_bytes(tunnel.address);
+                let inner_mtu_bytes = self.settings.outer_header.mtu_bytes
+                    - forwarding_method.encapsulation_overhead_bytes(tunnel.address);
                 if packet::ip_packet_bytes(frame) > inner_mtu_bytes {
                     return Err(self.drop_packet_exceeding_mtu(frame, service_slot, inner_mtu_bytes, now_ns));
                 }
-                self.encapsulate(frame, forwarding_method, tunnel);
+                self.encapsulate_frame(frame, forwarding_method, tunnel);
             }
         }
-        set_macs(frame, decision.destination_mac, self.own_mac);
+        set_frame_macs(frame, decision.destination_mac, self.own_mac);
         Ok(())
     }
 
@@ -91,19 +92,19 @@ impl LoadBalancer {
         frame: &[u8],
         now_ns: u64,
         out_service_slot: &mut Option<usize>,
-    ) -> Result<Decision, ParseEndCounter> {
+    ) -> Result<PacketDecision, ParseEndCounter> {
         let frame_fields = packet::read_frame_fields(frame).ok_or(NOT_A_SERVICE)?;
         if frame_fields.destination_mac != self.own_mac || !self.vips.contains(&frame_fields.vip) {
             return Err(NOT_A_SERVICE);
         }
         // In IPv6, the protocol is known only behind the extension headers.
-        if frame_fields.vip.is_ipv4() && !self.is_handled_protocol(frame_fields.protocol) {
+        if frame_fields.vip.is_ipv4() && !self.is_handled_protocol(frame_fields.protocol_number) {
             return Err(NOT_A_SERVICE);
         }
         let ip_packet = packet::parse_ip(frame)?;
         let sender = FrameSource { mac: packet::source_mac(frame), frame_bytes: frame.len() as u64 };
-        match (ip_packet.protocol, ip_packet.fragment_part) {
-            (PROTOCOL_ICMPV6, _) if frame_fields.protocol != PROTOCOL_ICMPV6 => Err(NOT_A_SERVICE),
+        match (ip_packet.protocol_number, ip_packet.fragment_part) {
+            (PROTOCOL_ICMPV6, _) if frame_fields.protocol_number != PROTOCOL_ICMPV6 => Err(NOT_A_SERVICE),
             (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if icmp_version_matches_ip_version(&ip_packet) => {
                 self.decide_icmp_error(&ip_packet, sender, now_ns, out_service_slot)
             }
@@ -124,12 +125,13 @@ impl LoadBalancer {
         sender: &FrameSource,
         now_ns: u64,
         out_service_slot: &mut Option<usize>,
-    ) -> Result<Decision, ParseEndCounter> {
-        let is_udp = ip_packet.protocol == UDP_PROTOCOL_NUMBER;
+    ) -> Result<PacketDecision, ParseEndCounter> {
+        let is_udp = ip_packet.protocol_number == UDP_PROTOCOL_NUMBER;
         let malformed_counter =
             if is_udp { intf::LB_COUNTER_DROP_MALFORMED_UDP } else { intf::LB_COUNTER_DROP_MALFORMED_TCP };
         let source_and_destination_port = packet::parse_ports(ip_packet, malformed_counter)?;
-        let service_slot = self.find_service_slot(ip_packet.vip, source_and_destination_port.1, ip_packet.protocol)?;
+        let service_slot =
+            self.find_service_slot(ip_packet.vip, source_and_destination_port.1, ip_packet.protocol_number)?;
         *out_service_slot = Some(service_slot);
         let packet = if is_udp {
             packet::parse_udp(ip_packet, source_and_destination_port)
@@ -157,7 +159,7 @@ impl LoadBalancer {
         &self,
         ip_packet: &IpPacket<'_>,
         out_service_slot: &mut Option<usize>,
-    ) -> Result<Decision, ParseEndCounter> {
+    ) -> Result<PacketDecision, ParseEndCounter> {
         let fragment_target =
             self.fragment_targets.get(&FragmentKey::from_packet(ip_packet)).filter(|(service_slot, id)| {
                 self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
@@ -167,7 +169,12 @@ impl LoadBalancer {
         Ok(self.decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_FRAGMENT))
     }
 
-    fn store_server_of_first_fragment(&mut self, ip_packet: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
+    fn store_server_of_first_fragment(
+        &mut self,
+        ip_packet: &IpPacket<'_>,
+        service_slot: usize,
+        decision: &PacketDecision,
+    ) {
         if let (FragmentPart::First, true, Some(server)) =
             (ip_packet.fragment_part, decision.is_forwarded(), decision.server)
         {
@@ -175,7 +182,11 @@ impl LoadBalancer {
         }
     }
 
-    fn count_opened_and_closed_connection(&mut self, decision: &Decision, slot_and_server: Option<(usize, ServerId)>) {
+    fn count_opened_and_closed_connection(
+        &mut self,
+        decision: &PacketDecision,
+        slot_and_server: Option<(usize, ServerId)>,
+    ) {
         let Some((service_slot, server)) = slot_and_server else { return };
         *self.opened_connection_count_by_slot.entry(service_slot).or_default() += u64::from(decision.opens_connection);
         let traffic: &mut ServerTraffic = self.traffic_by_server.entry(server).or_default();
@@ -191,8 +202,14 @@ impl LoadBalancer {
         }
     }
 
-    fn decide(&mut self, service_slot: usize, packet: &Packet, sender: &FrameSource, now_ns: u64) -> Decision {
-        let Some(migration) = self.service(service_slot).settings.migration else {
+    fn decide(
+        &mut self,
+        service_slot: usize,
+        packet: &ClientPacket,
+        sender: &FrameSource,
+        now_ns: u64,
+    ) -> PacketDecision {
+        let Some(migration) = self.service_in_slot(service_slot).settings.migration else {
             return self.decide_within_mode(service_slot, packet, sender, now_ns);
         };
         let (other_balancer, is_syn) = (migration.other_balancer_id(), packet.tcp_flags & SYN != 0);
@@ -213,8 +230,8 @@ impl LoadBalancer {
         &mut self,
         slot_and_source: (usize, IpAddr),
         now_ns: u64,
-    ) -> Decision {
-        match self.service(slot_and_source.0).other_balancer_id() {
+    ) -> PacketDecision {
+        match self.service_in_slot(slot_and_source.0).other_balancer_id() {
             Some(other_balancer) => self.decide_other_balancer(slot_and_source.0, other_balancer),
             None => {
                 let over_rate_counter = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
@@ -225,21 +242,21 @@ impl LoadBalancer {
 
     /// Forwards a packet to the other load balancer of a migration. The packet carries `NO_SERVER` as the previous
     /// server, so that no server forwards it once more.
-    pub(super) fn decide_other_balancer(&self, service_slot: usize, other_balancer_id: ServerId) -> Decision {
+    pub(super) fn decide_other_balancer(&self, service_slot: usize, other_balancer_id: ServerId) -> PacketDecision {
         let decision = self
             .decide_delivery_to_server(service_slot, other_balancer_id, intf::LB_COUNTER_TO_OTHER_BALANCER)
             .with_previous_server(intf::NO_SERVER as u16);
-        Decision { server: None, ..decision }
+        PacketDecision { server: None, ..decision }
     }
 
     fn decide_within_mode(
         &mut self,
         service_slot: usize,
-        packet: &Packet,
+        packet: &ClientPacket,
         sender: &FrameSource,
         now_ns: u64,
-    ) -> Decision {
-        let service = self.service(service_slot);
+    ) -> PacketDecision {
+        let service = self.service_in_slot(service_slot);
         let mode = service.settings;
         let is_syn = packet.tcp_flags & SYN != 0;
         if self.is_lb_stamped(service_slot) {
@@ -252,17 +269,17 @@ impl LoadBalancer {
             };
         }
         match (mode.consistency, packet.tsecr.filter(|_| service.has_cookies())) {
-            (Consistency::None, _) => self.decide_by_rule(service_slot, packet, placement_counter(is_syn)),
-            (Consistency::HashTable, _) => self.decide_by_hash_table(service_slot, packet),
-            (Consistency::Beamer, _) | (_, None) => self.decide_without_cookie(service_slot, packet, now_ns),
-            (Consistency::Stateful, Some(tsecr)) if is_syn => {
+            (ConsistencyMode::None, _) => self.decide_by_rule(service_slot, packet, placement_counter(is_syn)),
+            (ConsistencyMode::HashTable, _) => self.decide_by_hash_table(service_slot, packet),
+            (ConsistencyMode::Beamer, _) | (_, None) => self.decide_without_cookie(service_slot, packet, now_ns),
+            (ConsistencyMode::Stateful, Some(tsecr)) if is_syn => {
                 self.decide_stateful_syn(service_slot, packet, tsecr, sender.frame_bytes)
             }
-            (Consistency::Stateless, Some(_)) if is_syn => {
+            (ConsistencyMode::Stateless, Some(_)) if is_syn => {
                 self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION)
             }
-            (Consistency::Stateless | Consistency::Stateful, Some(tsecr)) => {
-                self.decide_by_cookie(service_slot, packet, tsecr.value, sender, now_ns)
+            (ConsistencyMode::Stateless | ConsistencyMode::Stateful, Some(tsecr)) => {
+                self.decide_by_cookie(service_slot, packet, tsecr.timestamp_value, sender, now_ns)
             }
         }
     }
@@ -274,43 +291,45 @@ impl LoadBalancer {
         service_slot: usize,
         id: ServerId,
         counter: intf::lb_counter,
-    ) -> Decision {
-        match self.service(service_slot).server(id).and_then(|server| server.mac) {
-            Some(mac) => Decision { destination_mac: mac, server: Some(id), ..Decision::from_counter(counter) },
-            None => Decision::from_counter(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED),
+    ) -> PacketDecision {
+        match self.service_in_slot(service_slot).server(id).and_then(|server| server.mac) {
+            Some(mac) => {
+                PacketDecision { destination_mac: mac, server: Some(id), ..PacketDecision::from_counter(counter) }
+            }
+            None => PacketDecision::from_counter(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED),
         }
     }
 
     pub(super) fn decide_by_rule(
         &mut self,
         service_slot: usize,
-        packet: &Packet,
+        packet: &ClientPacket,
         counter: intf::lb_counter,
-    ) -> Decision {
+    ) -> PacketDecision {
         let service = self.services[service_slot].as_mut().expect("in the directory");
         let recent_placements = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent_placements);
         match service.select_server(service_slot, recent_placements, &packet.four_tuple()) {
             Some(id) => self
                 .decide_delivery_to_server(service_slot, id, counter)
                 .with_opens_connection(counter == placement_counter(true)),
-            None => Decision::from_counter(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
+            None => PacketDecision::from_counter(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
         }
     }
 
     fn decide_by_cookie(
         &mut self,
         service_slot: usize,
-        packet: &Packet,
+        packet: &ClientPacket,
         tsecr: u32,
         sender: &FrameSource,
         now_ns: u64,
-    ) -> Decision {
+    ) -> PacketDecision {
         let tuple = packet.four_tuple();
         match cookie::decode_cookie(&self.keys, &tuple, tsecr) {
-            Cookie::Server(id) if self.service(service_slot).server(id).is_some() => self
+            Cookie::Server(id) if self.service_in_slot(service_slot).server(id).is_some() => self
                 .decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ESTABLISHED)
                 .with_closes_connection(packet.is_closing()),
-            Cookie::TableIndex(cookie_index) if self.service(service_slot).is_stateful() => {
+            Cookie::TableIndex(cookie_index) if self.service_in_slot(service_slot).is_stateful() => {
                 match self.decide_by_cookie_index(
                     service_slot,
                     &tuple,
@@ -319,14 +338,14 @@ impl LoadBalancer {
                     sender.mac,
                     now_ns,
                 ) {
-                    IndexLookup::Decided(decision, None) => decision,
-                    IndexLookup::Decided(decision, Some(index)) => decision.with_closes_connection(
+                    ConnectionIndexLookup::Decided(decision, None) => decision,
+                    ConnectionIndexLookup::Decided(decision, Some(index)) => decision.with_closes_connection(
                         self.connection_table_state.record_packet(index, sender.frame_bytes, packet.is_closing()),
                     ),
-                    IndexLookup::UnknownConnection => self
+                    ConnectionIndexLookup::UnknownConnection => self
                         .decide_packet_of_unknown_connection((service_slot, packet.client.ip()), now_ns)
                         .with_extra_event(intf::LB_EVENT_CONNECTION_UNKNOWN),
-                    IndexLookup::UnknownServer => {
+                    ConnectionIndexLookup::UnknownServer => {
                         self.decide_packet_of_unknown_connection((service_slot, packet.client.ip()), now_ns)
                     }
                 }
@@ -337,16 +356,20 @@ impl LoadBalancer {
 
     /// Returns whether the server may get a packet. For a SYN, the server must take new connections.
     pub(super) fn may_receive_packet(&self, service_slot: usize, server: ServerId, is_syn: bool) -> bool {
-        let service = self.service(service_slot);
+        let service = self.service_in_slot(service_slot);
         if is_syn { service.takes_new_connections(server) } else { service.server(server).is_some() }
     }
 
     /// Returns the server of the packet's bucket as a flow entry, or `None` if that server may not get the packet. The
     /// decision carries the id of the bucket's previous server.
-    pub(super) fn decide_by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
+    pub(super) fn decide_by_bucket(
+        &mut self,
+        service_slot: usize,
+        packet: &ClientPacket,
+    ) -> (Option<FlowEntry>, PacketDecision) {
         let is_syn = packet.tcp_flags & SYN != 0;
         match self
-            .bucket_entry(service_slot, packet)
+            .bucket_flow_entry(service_slot, packet)
             .filter(|choice| self.may_receive_packet(service_slot, choice.server, is_syn))
         {
             Some(choice) => {
@@ -354,12 +377,12 @@ impl LoadBalancer {
                     self.decide_delivery_to_server(service_slot, choice.server, intf::LB_COUNTER_BUCKET_HASH);
                 (Some(choice), decision.with_previous_server(choice.encode_state_field()))
             }
-            None => (None, Decision::from_counter(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
+            None => (None, PacketDecision::from_counter(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
         }
     }
 
-    fn bucket_entry(&self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
-        self.service(service_slot)
+    fn bucket_flow_entry(&self, service_slot: usize, packet: &ClientPacket) -> Option<FlowEntry> {
+        self.service_in_slot(service_slot)
             .placement
             .as_ref()
             .and_then(|placement| placement.flow_entry_of_bucket(&packet.four_tuple()))
@@ -369,15 +392,15 @@ impl LoadBalancer {
     fn decide_syn_without_cookie(
         &mut self,
         service_slot: usize,
-        packet: &Packet,
+        packet: &ClientPacket,
         unusable_entry: Option<FlowEntry>,
-    ) -> Decision {
+    ) -> PacketDecision {
         let (choice, decision) = self.decide_by_bucket(service_slot, packet);
         let (mut previous_server, decision, entry_need) = match (choice, unusable_entry) {
             (Some(_), None) => return decision,
             (Some(choice), Some(_)) => (choice.previous_server, decision, FlowEntryNeed::Hint),
             (None, _) => {
-                let bucket_server = self.bucket_entry(service_slot, packet).map(|choice| choice.server);
+                let bucket_server = self.bucket_flow_entry(service_slot, packet).map(|choice| choice.server);
                 (
                     bucket_server,
                     self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
@@ -387,7 +410,7 @@ impl LoadBalancer {
         };
         let Some(server) = decision.server else { return decision };
         if let Some(unusable_entry) =
-            unusable_entry.filter(|stale| self.service(service_slot).server(stale.server).is_some())
+            unusable_entry.filter(|stale| self.service_in_slot(service_slot).server(stale.server).is_some())
         {
             previous_server = Some(unusable_entry.server);
         }
@@ -402,10 +425,10 @@ impl LoadBalancer {
         )
     }
 
-    fn decide_without_cookie(&mut self, service_slot: usize, packet: &Packet, now_ns: u64) -> Decision {
+    fn decide_without_cookie(&mut self, service_slot: usize, packet: &ClientPacket, now_ns: u64) -> PacketDecision {
         let is_syn = packet.tcp_flags & SYN != 0;
-        let service = self.service(service_slot);
-        let is_beamer = service.settings.consistency == Consistency::Beamer;
+        let service = self.service_in_slot(service_slot);
+        let is_beamer = service.settings.consistency == ConsistencyMode::Beamer;
         let flow_entry =
             if is_beamer && !service.has_flows { None } else { self.find_packet_flow(service_slot, packet) };
         if let Some(entry) = flow_entry.filter(|entry| self.may_receive_packet(service_slot, entry.server, is_syn)) {
@@ -428,7 +451,9 @@ impl LoadBalancer {
         }
         // Connections of this load balancer are in the flow table since their second packet. The other load balancer
         // must get all packets of its own connections.
-        if let Some(ServiceMigration::HandedOverTo(other_balancer)) = self.service(service_slot).settings.migration {
+        if let Some(ServiceMigration::HandedOverTo(other_balancer)) =
+            self.service_in_slot(service_slot).settings.migration
+        {
             return self.decide_other_balancer(service_slot, other_balancer);
         }
         let (choice, decision) = self.decide_by_bucket(service_slot, packet);
@@ -438,7 +463,7 @@ impl LoadBalancer {
         }
     }
 
-    fn decide_by_hash_table(&mut self, service_slot: usize, packet: &Packet) -> Decision {
+    fn decide_by_hash_table(&mut self, service_slot: usize, packet: &ClientPacket) -> PacketDecision {
         let is_syn = packet.tcp_flags & SYN != 0;
         let is_udp = packet.protocol == Protocol::Udp;
         // A datagram without a known flow opens one.
@@ -446,14 +471,16 @@ impl LoadBalancer {
         let flow_entry = self
             .find_packet_flow(service_slot, packet)
             .filter(|entry| self.may_receive_packet(service_slot, entry.server, is_syn));
-        if let Some(entry) = flow_entry.filter(|entry| !is_udp || !self.service(service_slot).is_down(entry.server)) {
+        if let Some(entry) =
+            flow_entry.filter(|entry| !is_udp || !self.service_in_slot(service_slot).is_server_down(entry.server))
+        {
             return self.decide_delivery_to_server(
                 service_slot,
                 entry.server,
                 if is_syn { placement_counter(true) } else { intf::LB_COUNTER_FLOW_TABLE },
             );
         }
-        if let Some(other_balancer) = self.service(service_slot).other_balancer_id().filter(|_| !opens_flow) {
+        if let Some(other_balancer) = self.service_in_slot(service_slot).other_balancer_id().filter(|_| !opens_flow) {
             return self.decide_other_balancer(service_slot, other_balancer);
         }
         let decision = self.decide_by_rule(service_slot, packet, placement_counter(opens_flow));
@@ -475,13 +502,13 @@ impl LoadBalancer {
     fn insert_flow_entry(
         &mut self,
         service_slot: usize,
-        packet: &Packet,
+        packet: &ClientPacket,
         entry: FlowEntry,
         entry_need: FlowEntryNeed,
-        decision: Decision,
-    ) -> Decision {
+        decision: PacketDecision,
+    ) -> PacketDecision {
         let is_inserted = self.insert_flow(service_slot, packet, entry, entry_need);
-        Decision { extra_event: is_inserted.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
+        PacketDecision { extra_event: is_inserted.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }
 
     /// Broadcasts a packet within the rate limits. `slot_and_source` is the service's slot and the packet's source
@@ -492,11 +519,11 @@ impl LoadBalancer {
         reason: BroadcastReason,
         over_rate_counter: intf::lb_counter,
         now_ns: u64,
-    ) -> Decision {
-        if self.service(slot_and_source.0).settings.forwarding.encapsulates()
+    ) -> PacketDecision {
+        if self.service_in_slot(slot_and_source.0).settings.forwarding.encapsulates()
             || !self.has_broadcast_vlan(slot_and_source.0)
         {
-            return Decision::from_counter(intf::LB_COUNTER_DROP_NOT_BROADCAST);
+            return PacketDecision::from_counter(intf::LB_COUNTER_DROP_NOT_BROADCAST);
         }
         if !self.broadcast_limiter.take_tokens(
             &self.connection_table_state.connection_key,
@@ -505,10 +532,10 @@ impl LoadBalancer {
             &self.settings.broadcast_rates,
             now_ns,
         ) {
-            return Decision::from_counter(over_rate_counter);
+            return PacketDecision::from_counter(over_rate_counter);
         }
         let is_owner_lost = reason == intf::LIMITED_OWNER_LOST;
-        Decision::forward(
+        PacketDecision::forward_to_mac(
             if is_owner_lost { intf::LB_COUNTER_BROADCAST_OWNER_LOST } else { intf::LB_COUNTER_BROADCAST },
             BROADCAST_MAC,
         )
@@ -517,7 +544,7 @@ impl LoadBalancer {
 
 /// Returns whether an ICMP packet is in IPv4, or an ICMPv6 packet in IPv6.
 fn icmp_version_matches_ip_version(packet: &IpPacket<'_>) -> bool {
-    packet.vip.is_ipv6() == (packet.protocol == PROTOCOL_ICMPV6)
+    packet.vip.is_ipv6() == (packet.protocol_number == PROTOCOL_ICMPV6)
 }
 
 /// Returns the counter of a packet whose server the placement rule selects.

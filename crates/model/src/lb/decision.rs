@@ -3,12 +3,12 @@
 use coreward_intf as intf;
 
 use super::packet::TimestampField;
-use super::{MacAddress, Outcome, XdpVerdict};
+use super::{FrameOutcome, MacAddress, XdpVerdict};
 use crate::ServerId;
 
 /// Change of the identification field in the IP header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum NewIdentification {
+pub(super) enum IdentificationChange {
     Unchanged,
     /// The field gets the id of the bucket's previous server, or `NO_SERVER`.
     PreviousServerId(u16),
@@ -16,11 +16,11 @@ pub(super) enum NewIdentification {
 
 /// Decision on a packet, with the destination and the changes of a forwarded packet.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Decision {
+pub(super) struct PacketDecision {
     pub counter: intf::lb_counter,
     pub destination_mac: MacAddress,
     pub server: Option<ServerId>,
-    pub identification: NewIdentification,
+    pub identification: IdentificationChange,
     /// Position of the TSecr to be replaced, and its new value.
     pub new_tsecr: Option<(TimestampField, u32)>,
     pub extra_event: Option<intf::lb_event>,
@@ -30,13 +30,13 @@ pub(super) struct Decision {
     pub closes_connection: bool,
 }
 
-impl Decision {
+impl PacketDecision {
     pub fn from_counter(counter: intf::lb_counter) -> Self {
         Self {
             counter,
             destination_mac: [0; 6],
             server: None,
-            identification: NewIdentification::Unchanged,
+            identification: IdentificationChange::Unchanged,
             new_tsecr: None,
             extra_event: None,
             opens_connection: false,
@@ -44,7 +44,7 @@ impl Decision {
         }
     }
 
-    pub fn forward(counter: intf::lb_counter, destination_mac: MacAddress) -> Self {
+    pub fn forward_to_mac(counter: intf::lb_counter, destination_mac: MacAddress) -> Self {
         Self { destination_mac, ..Self::from_counter(counter) }
     }
 
@@ -60,7 +60,7 @@ impl Decision {
         Self { closes_connection, ..self }
     }
 
-    pub fn with_identification(self, identification: NewIdentification) -> Self {
+    pub fn with_identification(self, identification: IdentificationChange) -> Self {
         Self { identification, ..self }
     }
 
@@ -73,17 +73,17 @@ impl Decision {
     }
 
     pub fn with_previous_server(self, previous_server_id: u16) -> Self {
-        Self { identification: NewIdentification::PreviousServerId(previous_server_id), ..self }
+        Self { identification: IdentificationChange::PreviousServerId(previous_server_id), ..self }
     }
 
     pub fn is_forwarded(&self) -> bool {
-        self.outcome(None).verdict() == XdpVerdict::Transmit
+        self.frame_outcome(None).verdict() == XdpVerdict::Transmit
     }
 
-    pub fn outcome(&self, service_slot: Option<usize>) -> Outcome {
+    pub fn frame_outcome(&self, service_slot: Option<usize>) -> FrameOutcome {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
         let syn_table_entry = self.new_tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
         let syn_table_entry = syn_table_entry.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
-        Outcome { counter: self.counter, service_slot, server, syn_table_entry, event: self.extra_event }
+        FrameOutcome { counter: self.counter, service_slot, server, syn_table_entry, event: self.extra_event }
     }
 }

@@ -9,7 +9,7 @@ use super::packet::{self, ETHERTYPE_IPV4};
 use super::packet_ipv6::{ETHERTYPE_IPV6, IPV6_HEADER_BYTES};
 use super::{LoadBalancer, MacAddress};
 use crate::ServerId;
-use crate::forwarding::{Forwarding, gue_source_port};
+use crate::forwarding::{ForwardingMode, gue_source_port};
 
 /// TTL (IPv4) or hop limit (IPv6) of outer headers.
 const OUTER_TTL: u8 = 64;
@@ -29,7 +29,7 @@ pub struct TunnelEndpoint {
 
 /// Fields of outer headers that are the same for all servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct OuterHeader {
+pub struct OuterHeaderFields {
     /// Source address of IPv4 outer headers.
     pub source_ipv4: Ipv4Addr,
     /// Source address of IPv6 outer headers.
@@ -47,7 +47,7 @@ pub(super) struct IpHeaderFields {
     /// Length of the packet in bytes, with this header.
     pub packet_bytes: usize,
     /// Protocol (IPv4) or next header (IPv6).
-    pub protocol: u8,
+    pub protocol_number: u8,
 }
 
 impl LoadBalancer {
@@ -57,15 +57,15 @@ impl LoadBalancer {
     }
 
     /// Inserts an outer header before the packet in `frame`. Header and packet together must not exceed the MTU.
-    pub(super) fn encapsulate(&self, frame: &mut Vec<u8>, forwarding: Forwarding, endpoint: TunnelEndpoint) {
+    pub(super) fn encapsulate_frame(&self, frame: &mut Vec<u8>, forwarding: ForwardingMode, endpoint: TunnelEndpoint) {
         let (client, ports) = packet::client_and_ports(frame);
         let flow_port = gue_source_port(client, ports);
         let inner_protocol = if client.is_ipv4() { PROTOCOL_IPV4 } else { PROTOCOL_IPV6 };
         let header = IpHeaderFields {
             traffic_class: packet::read_traffic_class(frame),
             flow_label: flow_port,
-            packet_bytes: packet::ip_packet_bytes(frame) + forwarding.overhead_bytes(endpoint.address),
-            protocol: if forwarding == Forwarding::Ipip { inner_protocol } else { PROTOCOL_UDP },
+            packet_bytes: packet::ip_packet_bytes(frame) + forwarding.encapsulation_overhead_bytes(endpoint.address),
+            protocol_number: if forwarding == ForwardingMode::Ipip { inner_protocol } else { PROTOCOL_UDP },
         };
         let shared_outer_header = self.settings.outer_header;
         let (ethertype, mut outer_header) = match endpoint.address {
@@ -76,7 +76,7 @@ impl LoadBalancer {
                 (ETHERTYPE_IPV6, header.encode_ipv6_header(shared_outer_header.source_ipv6, address))
             }
         };
-        if forwarding == Forwarding::Gue {
+        if forwarding == ForwardingMode::Gue {
             let source_port = endpoint.source_port.unwrap_or(flow_port);
             for field in [source_port, intf::GUE_PORT as u16, (header.packet_bytes - outer_header.len()) as u16, 0] {
                 outer_header.extend(field.to_be_bytes());
@@ -102,13 +102,13 @@ impl IpHeaderFields {
             DONT_FRAGMENT_FLAG,
             0,
             OUTER_TTL,
-            self.protocol,
+            self.protocol_number,
             0,
             0,
         ];
         header.extend(source.octets());
         header.extend(destination.octets());
-        let checksum = packet::checksum(&header);
+        let checksum = packet::internet_checksum(&header);
         header[10..12].copy_from_slice(&checksum.to_be_bytes());
         header
     }
@@ -117,7 +117,7 @@ impl IpHeaderFields {
         let first_word = 6 << 28 | u32::from(self.traffic_class) << 20 | u32::from(self.flow_label);
         let mut header = first_word.to_be_bytes().to_vec();
         header.extend(((self.packet_bytes - IPV6_HEADER_BYTES) as u16).to_be_bytes());
-        header.extend([self.protocol, OUTER_TTL]);
+        header.extend([self.protocol_number, OUTER_TTL]);
         header.extend(source.octets());
         header.extend(destination.octets());
         header
@@ -125,7 +125,7 @@ impl IpHeaderFields {
 }
 
 /// Default with unspecified addresses and without an MTU, for load balancers whose services do not encapsulate.
-impl Default for OuterHeader {
+impl Default for OuterHeaderFields {
     fn default() -> Self {
         Self {
             source_ipv4: Ipv4Addr::UNSPECIFIED,
@@ -135,7 +135,7 @@ impl Default for OuterHeader {
     }
 }
 
-pub(super) fn set_macs(frame: &mut [u8], destination: MacAddress, source: MacAddress) {
+pub(super) fn set_frame_macs(frame: &mut [u8], destination: MacAddress, source: MacAddress) {
     frame[..6].copy_from_slice(&destination);
     frame[6..12].copy_from_slice(&source);
 }
@@ -148,7 +148,8 @@ mod tests {
     #[test]
     fn encoded_ipv4_header_has_a_valid_checksum() {
         // The header of a captured packet: 10.0.0.1 to 10.9.0.2, 60 bytes of TCP in IP-in-IP.
-        let header = IpHeaderFields { traffic_class: 0, flow_label: 0, packet_bytes: 80, protocol: PROTOCOL_IPV4 };
+        let header =
+            IpHeaderFields { traffic_class: 0, flow_label: 0, packet_bytes: 80, protocol_number: PROTOCOL_IPV4 };
         let header = header.encode_ipv4_header(Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(10, 9, 0, 2));
         let word_sum: u32 =
             header.chunks(2).map(|word_bytes| u32::from(u16::from_be_bytes([word_bytes[0], word_bytes[1]]))).sum();

@@ -8,7 +8,7 @@ use coreward_intf as intf;
 
 use super::LoadBalancer;
 use super::ip_packet::IpPacket;
-use super::packet::Packet;
+use super::packet::ClientPacket;
 use crate::connection_table::{ClockTicks, ConnectionHash};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
@@ -86,13 +86,13 @@ pub(super) struct FragmentKey {
     client: IpAddr,
     vip: IpAddr,
     identification: u32,
-    protocol: u8,
+    protocol_number: u8,
 }
 
 impl FragmentKey {
     pub fn from_packet(packet: &IpPacket<'_>) -> Self {
-        let IpPacket { client, vip, identification, protocol, .. } = *packet;
-        Self { client, vip, identification, protocol }
+        let IpPacket { client, vip, identification, protocol_number, .. } = *packet;
+        Self { client, vip, identification, protocol_number }
     }
 }
 
@@ -117,11 +117,11 @@ impl FlowEntry {
     }
 
     fn from_flow_word(flow_word: u64) -> Self {
-        let server_id = |bits: u64| ServerId::try_from(bits & 0xffff).ok();
+        let server_id_in_bits = |bits: u64| ServerId::try_from(bits & 0xffff).ok();
         let state_field = flow_word >> intf::FLOW_PREVIOUS_SHIFT;
         Self {
-            server: server_id(flow_word).expect("an entry holds a server's id"),
-            previous_server: server_id(state_field),
+            server: server_id_in_bits(flow_word).expect("an entry holds a server's id"),
+            previous_server: server_id_in_bits(state_field),
             handshake: HandshakeState::from_state_field(state_field as u16),
         }
     }
@@ -130,7 +130,7 @@ impl FlowEntry {
 /// Set-associative flow table, in which a flow may use any entry of its set.
 #[derive(Debug)]
 pub(super) struct FlowTable {
-    words: Vec<u64>,
+    table_words: Vec<u64>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -141,8 +141,8 @@ pub(super) struct FlowKey {
 }
 
 impl FlowKey {
-    fn tag(self) -> u64 {
-        u64::from(self.hash.tag() | 1)
+    fn flow_tag(self) -> u64 {
+        u64::from(self.hash.entry_tag() | 1)
     }
 }
 
@@ -163,23 +163,24 @@ fn is_flow_idle(use_word: u64, now: ClockTicks) -> bool {
 impl FlowTable {
     /// Returns an empty table of `set_count` sets (at least 1).
     pub fn new(set_count: u32) -> Self {
-        Self { words: vec![0; set_count as usize * WORDS_PER_SET] }
+        Self { table_words: vec![0; set_count as usize * WORDS_PER_SET] }
     }
 
-    pub fn words(&self) -> &[u64] {
-        &self.words
+    pub fn table_words(&self) -> &[u64] {
+        &self.table_words
     }
 
     fn flow_set_mut(&mut self, key: FlowKey) -> (&mut [u64], &mut [u64]) {
-        let set_count = (self.words.len() / WORDS_PER_SET) as u64;
+        let set_count = (self.table_words.len() / WORDS_PER_SET) as u64;
         let set_index = ((u64::from(key.hash.low_half()) * set_count) >> 32) as usize;
-        self.words[set_index * WORDS_PER_SET..][..WORDS_PER_SET].split_at_mut(ENTRIES_PER_SET)
+        self.table_words[set_index * WORDS_PER_SET..][..WORDS_PER_SET].split_at_mut(ENTRIES_PER_SET)
     }
 
     /// Returns the entry of a flow that has not been idle for too long, and marks it as used at `now`.
-    pub fn find(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
+    pub fn find_entry(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
         let (flow_words, use_words) = self.flow_set_mut(key);
-        let entry_index = flow_words.iter().position(|flow_word| flow_word >> intf::FLOW_TAG_SHIFT == key.tag())?;
+        let entry_index =
+            flow_words.iter().position(|flow_word| flow_word >> intf::FLOW_TAG_SHIFT == key.flow_tag())?;
         if is_flow_idle(use_words[entry_index], now) {
             return None;
         }
@@ -188,12 +189,12 @@ impl FlowTable {
     }
 
     /// Inserts or changes the entry of a flow. Returns false if the entry is a hint for which there is no room.
-    pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, entry_need: FlowEntryNeed, now: ClockTicks) -> bool {
+    pub fn insert_entry(&mut self, key: FlowKey, entry: FlowEntry, entry_need: FlowEntryNeed, now: ClockTicks) -> bool {
         let (flow_words, use_words) = self.flow_set_mut(key);
         // Criteria for the replacement of an entry, the most important first.
         let replacement_rank = |position: usize| {
             let (flow_word, use_word) = (flow_words[position], use_words[position]);
-            let is_same_flow = flow_word >> intf::FLOW_TAG_SHIFT == key.tag();
+            let is_same_flow = flow_word >> intf::FLOW_TAG_SHIFT == key.flow_tag();
             let is_replaceable = flow_word == 0 || is_flow_idle(use_word, now);
             let is_hint = use_word >> intf::FLOW_HINT_SHIFT & 1 == 1;
             let is_own_service = service_slot_in_use_word(use_word) == key.service_slot;
@@ -221,7 +222,7 @@ impl FlowTable {
         if entry_need == FlowEntryNeed::Hint && !(is_flow || is_free || is_hint) {
             return false;
         }
-        flow_words[entry_index] = key.tag() << intf::FLOW_TAG_SHIFT | entry.encode_flow_word_low_bits();
+        flow_words[entry_index] = key.flow_tag() << intf::FLOW_TAG_SHIFT | entry.encode_flow_word_low_bits();
         use_words[entry_index] = u64::from(entry_need == FlowEntryNeed::Hint) << intf::FLOW_HINT_SHIFT
             | u64::from(key.protocol == Protocol::Udp) << intf::FLOW_UDP_SHIFT
             | key.service_slot << intf::FLOW_SERVICE_SHIFT
@@ -230,7 +231,7 @@ impl FlowTable {
     }
 
     pub fn remove_flows_of_service(&mut self, service_slot: usize) {
-        for set in self.words.chunks_mut(WORDS_PER_SET) {
+        for set in self.table_words.chunks_mut(WORDS_PER_SET) {
             let (flow_words, use_words) = set.split_at_mut(ENTRIES_PER_SET);
             let flows_of_service = flow_words
                 .iter_mut()
@@ -242,7 +243,7 @@ impl FlowTable {
 }
 
 impl LoadBalancer {
-    fn flow_key(&self, service_slot: usize, tuple: &FourTuple, protocol: Protocol) -> FlowKey {
+    fn build_flow_key(&self, service_slot: usize, tuple: &FourTuple, protocol: Protocol) -> FlowKey {
         let hash = self.connection_hash(service_slot, tuple);
         FlowKey { hash, service_slot: service_slot as u64, protocol }
     }
@@ -254,17 +255,17 @@ impl LoadBalancer {
         tuple: &FourTuple,
         protocol: Protocol,
     ) -> Option<FlowEntry> {
-        let key = self.flow_key(service_slot, tuple, protocol);
-        self.flow_table.find(key, self.connection_table_state.now)
+        let key = self.build_flow_key(service_slot, tuple, protocol);
+        self.flow_table.find_entry(key, self.connection_table_state.now)
     }
 
-    pub(super) fn find_packet_flow(&mut self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
+    pub(super) fn find_packet_flow(&mut self, service_slot: usize, packet: &ClientPacket) -> Option<FlowEntry> {
         self.find_flow(service_slot, &packet.four_tuple(), packet.protocol)
     }
 
     /// Returns the flow entry of an unstamped connection to a service with LB-side stamping, or `None` for a stamped
     /// one.
-    pub(super) fn find_unstamped_flow(&mut self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
+    pub(super) fn find_unstamped_flow(&mut self, service_slot: usize, packet: &ClientPacket) -> Option<FlowEntry> {
         self.find_packet_flow(service_slot, packet).filter(|entry| entry.handshake != HandshakeState::Stamped)
     }
 
@@ -272,11 +273,11 @@ impl LoadBalancer {
     pub(super) fn insert_flow(
         &mut self,
         service_slot: usize,
-        packet: &Packet,
+        packet: &ClientPacket,
         entry: FlowEntry,
         entry_need: FlowEntryNeed,
     ) -> bool {
-        let key = self.flow_key(service_slot, &packet.four_tuple(), packet.protocol);
-        self.flow_table.insert(key, entry, entry_need, self.connection_table_state.now)
+        let key = self.build_flow_key(service_slot, &packet.four_tuple(), packet.protocol);
+        self.flow_table.insert_entry(key, entry, entry_need, self.connection_table_state.now)
     }
 }

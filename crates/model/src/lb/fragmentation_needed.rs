@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use coreward_intf as intf;
 
 use super::LoadBalancer;
-use super::encapsulation::{IpHeaderFields, set_macs};
+use super::encapsulation::{IpHeaderFields, set_frame_macs};
 use super::ip_packet::{ETHERNET_HEADER_BYTES, ICMP_HEADER_BYTES, u16_at};
 use super::packet::{self, FRAGMENT_OFFSET_MASK, IPV4_HEADER_BYTES, PROTOCOL_ICMP};
 use super::packet_ipv6::{self, IPV6_HEADER_BYTES, PROTOCOL_ICMPV6};
@@ -54,7 +54,7 @@ impl LoadBalancer {
         } else {
             create_icmp_fragmentation_needed(frame, mtu_bytes)
         };
-        set_macs(frame, sender_mac, self.own_mac);
+        set_frame_macs(frame, sender_mac, self.own_mac);
         intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED
     }
 }
@@ -78,18 +78,18 @@ fn may_send_icmpv6_error(frame: &[u8]) -> bool {
 /// Returns a frame with the ICMP error about the packet in `frame`. The MAC addresses are not set.
 fn create_icmp_fragmentation_needed(frame: &[u8], mtu_bytes: usize) -> Vec<u8> {
     let quoted_packet = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV4];
-    let [client, vip] = packet::ipv4_addresses(quoted_packet);
+    let [client, vip] = packet::ipv4_source_and_destination(quoted_packet);
     let mut message = vec![ICMP_DESTINATION_UNREACHABLE, ICMP_FRAGMENTATION_NEEDED, 0, 0];
     message.extend((mtu_bytes as u32).to_be_bytes());
     message.extend(quoted_packet);
-    let checksum = packet::checksum(&message);
+    let checksum = packet::internet_checksum(&message);
     message[2..4].copy_from_slice(&checksum.to_be_bytes());
     let packet_bytes = IPV4_HEADER_BYTES + ICMP_HEADER_BYTES + QUOTED_BYTES_IPV4;
     let header = IpHeaderFields {
         traffic_class: TOS_INTERNETWORK_CONTROL,
         flow_label: 0,
         packet_bytes,
-        protocol: PROTOCOL_ICMP,
+        protocol_number: PROTOCOL_ICMP,
     };
     [&frame[..ETHERNET_HEADER_BYTES], &header.encode_ipv4_header(vip, client), &message].concat()
 }
@@ -105,14 +105,14 @@ fn create_icmpv6_packet_too_big(frame: &[u8], mtu_bytes: usize) -> Vec<u8> {
     message.extend(quoted_packet);
     let pseudo_header =
         [&vip.octets()[..], &client.octets(), &(message.len() as u32).to_be_bytes(), &[0, 0, 0, PROTOCOL_ICMPV6]];
-    let checksum = packet::checksum(&[&pseudo_header.concat()[..], &message].concat());
+    let checksum = packet::internet_checksum(&[&pseudo_header.concat()[..], &message].concat());
     message[2..4].copy_from_slice(&checksum.to_be_bytes());
     let packet_bytes = IPV6_HEADER_BYTES + message.len();
     let header = IpHeaderFields {
         traffic_class: TOS_INTERNETWORK_CONTROL,
         flow_label: 0,
         packet_bytes,
-        protocol: PROTOCOL_ICMPV6,
+        protocol_number: PROTOCOL_ICMPV6,
     };
     [&frame[..ETHERNET_HEADER_BYTES], &header.encode_ipv6_header(vip, client), &message].concat()
 }

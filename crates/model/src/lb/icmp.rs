@@ -6,10 +6,10 @@ use coreward_intf as intf;
 
 use super::LoadBalancer;
 use super::decide::{FrameSource, UDP_PROTOCOL_NUMBER};
-use super::decision::Decision;
+use super::decision::PacketDecision;
 use super::ip_packet::{IpPacket, ParseEndCounter};
 use super::packet;
-use super::stateful::IndexLookup;
+use super::stateful::ConnectionIndexLookup;
 use crate::cookie::{self, Cookie};
 use crate::lb_stamping;
 use crate::tuple::Protocol;
@@ -24,22 +24,22 @@ impl LoadBalancer {
         sender: FrameSource,
         now_ns: u64,
         out_service_slot: &mut Option<usize>,
-    ) -> Result<Decision, ParseEndCounter> {
+    ) -> Result<PacketDecision, ParseEndCounter> {
         let quote = packet::parse_quoted_packet(ip_packet)?;
-        let service_slot = self.find_service_slot(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
+        let service_slot = self.find_service_slot(quote.vip.ip(), quote.vip.port(), quote.protocol_number)?;
         *out_service_slot = Some(service_slot);
         let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
-        let protocol = if quote.protocol == UDP_PROTOCOL_NUMBER { Protocol::Udp } else { Protocol::Tcp };
+        let protocol = if quote.protocol_number == UDP_PROTOCOL_NUMBER { Protocol::Udp } else { Protocol::Tcp };
         if let Some(id) = self.quoted_lb_stamped_server(service_slot, &tuple, protocol, quote.tsval) {
             return Ok(self.decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
         }
-        let cookie_tsval = quote.tsval.filter(|_| self.service(service_slot).has_cookies());
+        let cookie_tsval = quote.tsval.filter(|_| self.service_in_slot(service_slot).has_cookies());
         let mut extra_event = None;
         match cookie_tsval.map(|value| cookie::decode_cookie(&self.keys, &tuple, value)) {
-            Some(Cookie::Server(id)) if self.service(service_slot).server(id).is_some() => {
+            Some(Cookie::Server(id)) if self.service_in_slot(service_slot).server(id).is_some() => {
                 return Ok(self.decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ICMP_ERROR));
             }
-            Some(Cookie::TableIndex(cookie_index)) if self.service(service_slot).is_stateful() => {
+            Some(Cookie::TableIndex(cookie_index)) if self.service_in_slot(service_slot).is_stateful() => {
                 match self.decide_by_cookie_index(
                     service_slot,
                     &tuple,
@@ -48,15 +48,15 @@ impl LoadBalancer {
                     sender.mac,
                     now_ns,
                 ) {
-                    IndexLookup::Decided(decision, _) => return Ok(decision),
-                    IndexLookup::UnknownConnection => extra_event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
-                    IndexLookup::UnknownServer => {}
+                    ConnectionIndexLookup::Decided(decision, _) => return Ok(decision),
+                    ConnectionIndexLookup::UnknownConnection => extra_event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
+                    ConnectionIndexLookup::UnknownServer => {}
                 }
             }
             _ => {}
         }
         let decision = self.decide_icmp_error_by_flow(service_slot, &tuple, protocol, ip_packet.client, now_ns);
-        Ok(Decision { extra_event, ..decision })
+        Ok(PacketDecision { extra_event, ..decision })
     }
 
     /// Returns the server that the cookie in the quoted TSval names, for a service with LB-side stamping. Returns
@@ -73,7 +73,7 @@ impl LoadBalancer {
             return None;
         }
         let id = lb_stamping::decode_server_id(&self.keys, tuple, tsval);
-        self.service(service_slot).server(id).is_some().then_some(id)
+        self.service_in_slot(service_slot).server(id).is_some().then_some(id)
     }
 
     /// Decides by the flow table on an ICMP error from `source_address` that quotes no usable cookie.
@@ -84,11 +84,11 @@ impl LoadBalancer {
         protocol: Protocol,
         source_address: IpAddr,
         now_ns: u64,
-    ) -> Decision {
+    ) -> PacketDecision {
         let flow_entry = self
             .find_flow(service_slot, tuple, protocol)
             .filter(|entry| self.may_receive_packet(service_slot, entry.server, false));
-        match (flow_entry, self.service(service_slot).other_balancer_id()) {
+        match (flow_entry, self.service_in_slot(service_slot).other_balancer_id()) {
             (Some(entry), _) => self.decide_delivery_to_server(service_slot, entry.server, intf::LB_COUNTER_ICMP_ERROR),
             (None, Some(other_balancer)) => self.decide_other_balancer(service_slot, other_balancer),
             (None, None) => {

@@ -26,7 +26,7 @@ pub(super) fn u32_at(frame: &[u8], offset: usize) -> u32 {
 pub(super) struct FrameFields {
     pub destination_mac: [u8; 6],
     /// Protocol number, or the number of the next header in IPv6.
-    pub protocol: u8,
+    pub protocol_number: u8,
     pub vip: IpAddr,
 }
 
@@ -42,7 +42,7 @@ pub(super) enum FragmentPart {
 pub(super) struct IpPacket<'a> {
     pub client: IpAddr,
     pub vip: IpAddr,
-    pub protocol: u8,
+    pub protocol_number: u8,
     pub identification: u32,
     pub fragment_part: FragmentPart,
     /// Offset of the transport header from the start of the frame.
@@ -53,7 +53,7 @@ pub(super) struct IpPacket<'a> {
 
 /// Fields of the packet from VIP to client that an ICMP error quotes.
 pub(super) struct QuotedPacket {
-    pub protocol: u8,
+    pub protocol_number: u8,
     pub client: SocketAddr,
     pub vip: SocketAddr,
     /// TSval of the quoted packet, if it is TCP and the quote includes TSval.

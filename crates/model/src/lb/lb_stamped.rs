@@ -4,11 +4,11 @@ use std::collections::HashMap;
 
 use coreward_intf as intf;
 
-use super::decision::{Decision, NewIdentification};
+use super::decision::{IdentificationChange, PacketDecision};
 use super::flow::{FlowEntryNeed, HandshakeState};
 use super::ip_packet::{FragmentPart, ParseEndCounter};
-use super::packet::{self, Packet, RST, SYN};
-use super::{FlowEntry, LoadBalancer, MacAddress, Outcome, Server};
+use super::packet::{self, ClientPacket, RST, SYN};
+use super::{FlowEntry, FrameOutcome, LoadBalancer, MacAddress, ServerMapEntry};
 use crate::consistency::TimestampOrigin;
 use crate::cookie::{CookieKey, FleetCookieKeys};
 use crate::key_activation;
@@ -27,7 +27,7 @@ pub struct LbStampedServer {
 
 /// State that a load balancer keeps for LB-side stamping.
 #[derive(Debug, Default)]
-pub(super) struct LbStamping {
+pub(super) struct LbStampingState {
     /// TSval, on this load balancer's clock, from which the current key is active.
     pub key_switch_ms: u32,
     /// Server at each source MAC address of replies, by service slot and MAC address.
@@ -38,7 +38,7 @@ pub(super) struct LbStamping {
     connection_offsets: ConnectionOffsets,
 }
 
-impl LbStamping {
+impl LbStampingState {
     /// Removes a MAC address from its server. Another server with the same address takes the entry over.
     fn remove_mac(&mut self, service_slot: usize, mac: MacAddress) {
         let servers_at_address = self
@@ -102,8 +102,9 @@ impl LbStamping {
         self.time_key_by_slot.get(&service_slot).copied().unwrap_or(CookieKey { k0: 0, k1: 0 })
     }
 
-    pub fn set_keys(&mut self, previous_keys: FleetCookieKeys, new_keys: &FleetCookieKeys, now_ms: u32) {
-        self.key_switch_ms = key_activation::activation_time_ms(&(previous_keys, self.key_switch_ms), new_keys, now_ms);
+    pub fn set_cookie_keys(&mut self, previous_keys: FleetCookieKeys, new_keys: &FleetCookieKeys, now_ms: u32) {
+        self.key_switch_ms =
+            key_activation::key_activation_time_ms(&(previous_keys, self.key_switch_ms), new_keys, now_ms);
     }
 }
 
@@ -127,13 +128,18 @@ impl LoadBalancer {
     }
 
     pub(super) fn is_lb_stamped(&self, service_slot: usize) -> bool {
-        self.service(service_slot).settings.timestamps == TimestampOrigin::LoadBalancer
+        self.service_in_slot(service_slot).settings.timestamps == TimestampOrigin::LoadBalancer
     }
 
-    pub(super) fn update_lb_stamped_server(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) {
+    pub(super) fn update_lb_stamped_server(
+        &mut self,
+        service_slot: usize,
+        id: ServerId,
+        server: Option<ServerMapEntry>,
+    ) {
         match server {
             None => self.lb_stamping.remove_server(service_slot, id),
-            Some(Server { mac: Some(mac), is_eligible }) if self.is_lb_stamped(service_slot) => {
+            Some(ServerMapEntry { mac: Some(mac), is_eligible }) if self.is_lb_stamped(service_slot) => {
                 self.lb_stamping.update_server_mac(service_slot, id, mac, is_eligible);
             }
             Some(_) => {}
@@ -141,10 +147,10 @@ impl LoadBalancer {
     }
 
     /// Processes a server's reply of a service with LB-side stamping. Returns `None` for any other frame.
-    pub(super) fn process_reply(&mut self, frame: &mut [u8]) -> Option<Outcome> {
+    pub(super) fn process_server_reply(&mut self, frame: &mut [u8]) -> Option<FrameOutcome> {
         let (service_slot, packet) = self.parse_reply(frame)?;
         let key = (service_slot, packet::source_mac(frame));
-        let mut outcome = Outcome {
+        let mut outcome = FrameOutcome {
             counter: intf::LB_COUNTER_REPLY_UNCHANGED,
             service_slot: Some(service_slot),
             server: None,
@@ -161,17 +167,18 @@ impl LoadBalancer {
         let server_tsval = packet.tsecr.map(|tsecr| tsecr.preceding_tsval(frame));
         if let Some(tsval) = server_tsval.filter(|_| packet.tcp_flags & RST == 0) {
             let connection = connection_word(&self.connection_table_state.connection_key, &packet.four_tuple());
-            stamped_server.clock.record_reply(connection, tsval.value, self.now_ms());
+            stamped_server.clock.record_reply_tsval(connection, tsval.timestamp_value, self.now_ms());
         }
         let is_stamped = self.decide_whether_to_stamp_reply(
             service_slot,
             &packet,
             &mut stamped_server,
-            server_tsval.map(|tsval| tsval.value),
+            server_tsval.map(|tsval| tsval.timestamp_value),
             &mut outcome,
         );
         if let Some(tsval) = server_tsval.filter(|_| is_stamped) {
-            let stamped_tsval = self.stamp_reply_tsval(service_slot, &packet, &mut stamped_server, tsval.value);
+            let stamped_tsval =
+                self.stamp_reply_tsval(service_slot, &packet, &mut stamped_server, tsval.timestamp_value);
             packet::set_tsecr(frame, &tsval, stamped_tsval);
             outcome.counter = intf::LB_COUNTER_REPLY_STAMPED;
         }
@@ -182,14 +189,14 @@ impl LoadBalancer {
     /// Parses a server's reply of a service with LB-side stamping, and returns it with the service's slot. Returns
     /// `None` for any other frame. The inner result is an error if the ports are complete but the TCP header is
     /// malformed.
-    fn parse_reply(&self, frame: &[u8]) -> Option<(usize, Result<Packet, ParseEndCounter>)> {
+    fn parse_reply(&self, frame: &[u8]) -> Option<(usize, Result<ClientPacket, ParseEndCounter>)> {
         packet::read_frame_fields(frame).filter(|frame_fields| frame_fields.destination_mac == self.own_mac)?;
         let ip_packet = packet::parse_ip(frame).ok()?;
-        if ip_packet.protocol != Protocol::Tcp.iana_number() || ip_packet.fragment_part != FragmentPart::Whole {
+        if ip_packet.protocol_number != Protocol::Tcp.iana_number() || ip_packet.fragment_part != FragmentPart::Whole {
             return None;
         }
         let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
-        let service_slot = self.find_service_slot(ip_packet.client, ports.0, ip_packet.protocol).ok()?;
+        let service_slot = self.find_service_slot(ip_packet.client, ports.0, ip_packet.protocol_number).ok()?;
         if !self.is_lb_stamped(service_slot) {
             return None;
         }
@@ -198,7 +205,7 @@ impl LoadBalancer {
 
     /// Returns whether the packet is a SYN-ACK, and another server sent a SYN-ACK of the connection earlier. SYNs go to
     /// that server while it takes new connections.
-    fn is_syn_ack_of_second_server(&mut self, service_slot: usize, packet: &Packet, server: ServerId) -> bool {
+    fn is_syn_ack_of_second_server(&mut self, service_slot: usize, packet: &ClientPacket, server: ServerId) -> bool {
         packet.tcp_flags & SYN != 0
             && self.find_unstamped_server(service_slot, packet).is_some_and(|earlier_server| earlier_server != server)
     }
@@ -208,10 +215,10 @@ impl LoadBalancer {
     fn decide_whether_to_stamp_reply(
         &mut self,
         service_slot: usize,
-        packet: &Packet,
+        packet: &ClientPacket,
         stamped_server: &mut LbStampedServer,
         server_tsval_ms: Option<u32>,
-        outcome: &mut Outcome,
+        outcome: &mut FrameOutcome,
     ) -> bool {
         let unstamped_flow = self.find_unstamped_flow(service_slot, packet);
         if packet.tcp_flags & SYN == 0 {
@@ -251,7 +258,7 @@ impl LoadBalancer {
     fn stamp_reply_tsval(
         &mut self,
         service_slot: usize,
-        packet: &Packet,
+        packet: &ClientPacket,
         stamped_server: &mut LbStampedServer,
         server_tsval_ms: u32,
     ) -> u32 {
@@ -275,13 +282,13 @@ impl LoadBalancer {
 
     /// Returns the server of an unstamped connection with the packet's addresses and ports, if it takes new
     /// connections.
-    pub(super) fn find_unstamped_server(&mut self, service_slot: usize, packet: &Packet) -> Option<ServerId> {
+    pub(super) fn find_unstamped_server(&mut self, service_slot: usize, packet: &ClientPacket) -> Option<ServerId> {
         let server = self.find_unstamped_flow(service_slot, packet)?.server;
-        self.service(service_slot).takes_new_connections(server).then_some(server)
+        self.service_in_slot(service_slot).takes_new_connections(server).then_some(server)
     }
 
     /// Decides on a client's packet to a service with LB-side stamping, if it opens no connection or has no timestamps.
-    pub(super) fn decide_lb_stamped(&mut self, service_slot: usize, packet: &Packet) -> Decision {
+    pub(super) fn decide_lb_stamped(&mut self, service_slot: usize, packet: &ClientPacket) -> PacketDecision {
         let is_syn = packet.tcp_flags & SYN != 0;
         if let Some(entry) = self.find_unstamped_flow(service_slot, packet)
             && self.may_receive_packet(service_slot, entry.server, is_syn)
@@ -294,37 +301,37 @@ impl LoadBalancer {
         }
         let Some(tsecr) = packet.tsecr else {
             if packet.tcp_flags & RST != 0 {
-                return Decision::from_counter(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
+                return PacketDecision::from_counter(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
             }
             return match self.decide_by_bucket(service_slot, packet) {
                 (None, _) if is_syn => self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
-                (_, decision) => decision.with_identification(NewIdentification::Unchanged),
+                (_, decision) => decision.with_identification(IdentificationChange::Unchanged),
             };
         };
         let tuple = packet.four_tuple();
-        let id = lb_stamping::decode_server_id(&self.keys, &tuple, tsecr.value);
-        let Some(server) = self.service(service_slot).server(id) else {
-            return Decision::from_counter(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
+        let id = lb_stamping::decode_server_id(&self.keys, &tuple, tsecr.timestamp_value);
+        let Some(server) = self.service_in_slot(service_slot).server(id) else {
+            return PacketDecision::from_counter(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
         };
         let decision = self
             .decide_delivery_to_server(service_slot, id, intf::LB_COUNTER_ESTABLISHED)
             .with_closes_connection(packet.is_closing());
         let lb_stamped_server = server.mac.and_then(|mac| self.lb_stamping.server_by_mac.get(&(service_slot, mac)));
-        let restored_tsecr = lb_stamped_server.map_or(tsecr.value, |stamped_server| {
-            self.restore_tsecr(service_slot, &tuple, tsecr.value, stamped_server)
+        let restored_tsecr = lb_stamped_server.map_or(tsecr.timestamp_value, |stamped_server| {
+            self.restore_tsecr(service_slot, &tuple, tsecr.timestamp_value, stamped_server)
         });
         decision.with_tsecr(tsecr, restored_tsecr)
     }
 
     /// Returns whether a client's packet belongs to a stamped connection despite its flow entry, and if so, changes the
     /// entry. This happens if the client's SYNs reached two servers and the client answered the stamped SYN-ACK.
-    fn check_and_mark_stamped_flow(&mut self, service_slot: usize, packet: &Packet, entry: FlowEntry) -> bool {
+    fn check_and_mark_stamped_flow(&mut self, service_slot: usize, packet: &ClientPacket, entry: FlowEntry) -> bool {
         let Some(tsecr) = packet.tsecr else { return false };
-        if !entry.handshake.is_half_open() || entry.handshake.is_answered_by(tsecr.value) {
+        if !entry.handshake.is_half_open() || entry.handshake.is_answered_by(tsecr.timestamp_value) {
             return false;
         }
-        let id = lb_stamping::decode_server_id(&self.keys, &packet.four_tuple(), tsecr.value);
-        let is_known = self.service(service_slot).server(id).is_some();
+        let id = lb_stamping::decode_server_id(&self.keys, &packet.four_tuple(), tsecr.timestamp_value);
+        let is_known = self.service_in_slot(service_slot).server(id).is_some();
         if is_known {
             let stamped_entry = FlowEntry { handshake: HandshakeState::Stamped, ..FlowEntry::for_server(id) };
             self.insert_flow(service_slot, packet, stamped_entry, FlowEntryNeed::Needed);

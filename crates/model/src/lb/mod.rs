@@ -37,23 +37,25 @@ use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use crate::connection_table::{ClockTicks, Connection, ConnectionIndex, TableOwnerNumber, TableSize};
-use crate::consistency::{Consistency, ServiceMigration, ServiceSettings, TimestampOrigin};
+use crate::connection_table::{ClockTicks, Connection, ConnectionIndex, ConnectionTableSize, TableOwnerNumber};
+use crate::consistency::{ConsistencyMode, ServiceMigration, ServiceSettings, TimestampOrigin};
 use crate::cookie::{CookieKey, FleetCookieKeys};
 use crate::placement::PlacementTable;
 use crate::vlan::Vlan;
 use crate::{ServerId, ServiceAddress};
-pub use encapsulation::{OuterHeader, TunnelEndpoint};
+pub use encapsulation::{OuterHeaderFields, TunnelEndpoint};
 pub use flow::FlowEntry;
 use flow::{FlowTable, FragmentKey};
 pub use lb_stamped::LbStampedServer;
-use lb_stamped::LbStamping;
-use place::{InstalledTable, RecentPlacements};
+use lb_stamped::LbStampingState;
+use place::{InstalledPlacementTable, RecentPlacements};
 use rate::BroadcastLimiter;
-pub use rate::{BROADCAST_REASON_COUNT, BroadcastRates, BroadcastReason, TokenBucket, TokenBucketSelector, TokenRate};
+pub use rate::{
+    BROADCAST_REASON_COUNT, BroadcastRates, BroadcastReason, TokenBucket, TokenBucketRate, TokenBucketSelector,
+};
 use stateful::ConnectionTableState;
-pub use stateful::TableOwner;
-pub use vlan::Vlans;
+pub use stateful::TableOwnerReachability;
+pub use vlan::LoadBalancerVlans;
 
 /// Ethernet address (MAC) in the byte order of frames.
 pub type MacAddress = [u8; 6];
@@ -82,7 +84,7 @@ impl XdpVerdict {
 
 /// Outcome of the processing of one frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Outcome {
+pub struct FrameOutcome {
     /// Counter in which the frame was counted (`enum lb_counter`).
     pub counter: intf::lb_counter,
     /// Slot of the service in whose counters the frame was counted, or `None` if the frame belongs to no service.
@@ -95,7 +97,7 @@ pub struct Outcome {
     pub event: Option<intf::lb_event>,
 }
 
-impl Outcome {
+impl FrameOutcome {
     /// Returns the XDP verdict of the frame, which its counter determines.
     pub fn verdict(&self) -> XdpVerdict {
         match self.counter {
@@ -112,7 +114,7 @@ impl Outcome {
 
 /// Server in the load balancer's maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Server {
+pub struct ServerMapEntry {
     /// MAC address of the server, or `None` if it has not been resolved.
     pub mac: Option<MacAddress>,
     /// Whether the server takes new connections.
@@ -133,21 +135,21 @@ pub struct ServerTraffic {
 }
 
 #[derive(Debug)]
-struct Service {
+struct ServiceState {
     service_address: ServiceAddress,
     settings: ServiceSettings,
-    servers: Vec<Option<Server>>,
+    servers: Vec<Option<ServerMapEntry>>,
     /// Servers that are down according to the load balancer's own checks.
     locally_down_servers: HashSet<ServerId>,
     down_servers: HashSet<ServerId>,
-    placement: Option<InstalledTable>,
+    placement: Option<InstalledPlacementTable>,
     /// Counter of the placement rule `RoundRobin`, which continues when a new table is installed.
     round_robin_counter: u64,
     /// Whether a SYN has inserted a flow of the service into the flow table.
     has_flows: bool,
 }
 
-impl Service {
+impl ServiceState {
     fn new(service_address: ServiceAddress, settings: ServiceSettings) -> Self {
         Self {
             service_address,
@@ -162,12 +164,12 @@ impl Service {
     }
 
     fn is_stateful(&self) -> bool {
-        self.settings.consistency == Consistency::Stateful
+        self.settings.consistency == ConsistencyMode::Stateful
     }
 
     fn has_cookies(&self) -> bool {
         self.settings.timestamps == TimestampOrigin::Server
-            && matches!(self.settings.consistency, Consistency::Stateless | Consistency::Stateful)
+            && matches!(self.settings.consistency, ConsistencyMode::Stateless | ConsistencyMode::Stateful)
     }
 
     /// Returns the id of the other load balancer of a migration, which has some of the service's connections.
@@ -175,7 +177,7 @@ impl Service {
         self.settings.migration.map(ServiceMigration::other_balancer_id)
     }
 
-    fn server(&self, id: ServerId) -> Option<Server> {
+    fn server(&self, id: ServerId) -> Option<ServerMapEntry> {
         self.servers[usize::from(id.get())]
     }
 
@@ -186,10 +188,10 @@ impl Service {
 
     /// Returns whether a server that was found without the placement table takes new connections.
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.is_eligible_with_mac(id) && !self.is_down(id)
+        self.is_eligible_with_mac(id) && !self.is_server_down(id)
     }
 
-    fn is_down(&self, id: ServerId) -> bool {
+    fn is_server_down(&self, id: ServerId) -> bool {
         self.locally_down_servers.contains(&id) || self.down_servers.contains(&id)
     }
 }
@@ -202,13 +204,13 @@ pub struct LoadBalancerSettings {
     /// Number of sets in the flow table.
     pub flow_set_count: u32,
     /// Number of entries in the connection table.
-    pub connection_table_size: TableSize,
+    pub connection_table_size: ConnectionTableSize,
     /// Whether packets and bytes are counted for each server.
     pub counts_traffic: bool,
     /// Outer header fields that are the same for all servers.
-    pub outer_header: OuterHeader,
+    pub outer_header: OuterHeaderFields,
     /// VLANs of the load balancer.
-    pub vlans: Vlans,
+    pub vlans: LoadBalancerVlans,
 }
 
 /// Reference model of a load balancer's BPF program.
@@ -217,7 +219,7 @@ pub struct LoadBalancer {
     settings: LoadBalancerSettings,
     own_mac: MacAddress,
     keys: FleetCookieKeys,
-    services: Vec<Option<Service>>,
+    services: Vec<Option<ServiceState>>,
     service_slot_by_address: HashMap<(IpAddr, u16, u8), usize>,
     vips: HashSet<IpAddr>,
     recent_placements: RecentPlacements,
@@ -229,7 +231,7 @@ pub struct LoadBalancer {
     /// VLAN in which packets of each service are broadcast, by service slot.
     broadcast_vlan_by_slot: HashMap<usize, Option<Vlan>>,
     connection_table_state: ConnectionTableState,
-    lb_stamping: LbStamping,
+    lb_stamping: LbStampingState,
     traffic_by_server: HashMap<ServerId, ServerTraffic>,
     /// Number of new connections by service slot.
     opened_connection_count_by_slot: HashMap<usize, u64>,
@@ -239,8 +241,8 @@ impl LoadBalancer {
     /// Returns a load balancer without services.
     pub fn new(settings: LoadBalancerSettings, own_mac: MacAddress, keys: FleetCookieKeys) -> Self {
         let zero_key = CookieKey { k0: 0, k1: 0 };
-        let mut lb_stamping = LbStamping::default();
-        lb_stamping.set_keys(FleetCookieKeys { keys: [zero_key; 2], ..keys }, &keys, 0);
+        let mut lb_stamping = LbStampingState::default();
+        lb_stamping.set_cookie_keys(FleetCookieKeys { keys: [zero_key; 2], ..keys }, &keys, 0);
         Self {
             settings,
             own_mac,
@@ -263,19 +265,19 @@ impl LoadBalancer {
     }
 
     /// Sets the keys of the fleet's cookies.
-    pub fn set_keys(&mut self, keys: FleetCookieKeys) {
+    pub fn set_cookie_keys(&mut self, keys: FleetCookieKeys) {
         let now_ms = self.now_ms();
-        self.lb_stamping.set_keys(self.keys, &keys, now_ms);
+        self.lb_stamping.set_cookie_keys(self.keys, &keys, now_ms);
         self.keys = keys;
     }
 
     /// Sets the outer header fields that are the same for all servers.
-    pub fn set_outer_header(&mut self, outer_header: OuterHeader) {
+    pub fn set_outer_header(&mut self, outer_header: OuterHeaderFields) {
         self.settings.outer_header = outer_header;
     }
 
     /// Sets the VLANs of the load balancer.
-    pub fn set_vlans(&mut self, vlans: Vlans) {
+    pub fn set_vlans(&mut self, vlans: LoadBalancerVlans) {
         self.settings.vlans = vlans;
     }
 
@@ -287,10 +289,10 @@ impl LoadBalancer {
     /// Sets the services, and returns the slot of each. A known service keeps its slot with its state, and a new one
     /// gets the lowest free slot. Panics if there are more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceSettings)]) -> Vec<usize> {
-        let old_stateful_slots = self.stateful_slots();
+        let old_stateful_slots = self.stateful_service_slots();
         for service_slot in &mut self.services {
             let has_kept_address =
-                |service: &Service| services.iter().any(|(address, _)| *address == service.service_address);
+                |service: &ServiceState| services.iter().any(|(address, _)| *address == service.service_address);
             *service_slot = service_slot.take().filter(has_kept_address);
         }
         for (address, mode) in services {
@@ -299,7 +301,7 @@ impl LoadBalancer {
                 service.settings = *mode;
             }
         }
-        let new_stateful_slots = self.stateful_slots();
+        let new_stateful_slots = self.stateful_service_slots();
         let formerly_stateful_slots: Vec<usize> =
             old_stateful_slots.into_iter().filter(|service_slot| !new_stateful_slots.contains(service_slot)).collect();
         self.connection_table_state.free_entries_of_services(&formerly_stateful_slots);
@@ -316,20 +318,20 @@ impl LoadBalancer {
         service_slots
     }
 
-    fn stateful_slots(&self) -> Vec<usize> {
+    fn stateful_service_slots(&self) -> Vec<usize> {
         let is_stateful_slot =
-            |service_slot: &usize| self.services[*service_slot].as_ref().is_some_and(Service::is_stateful);
+            |service_slot: &usize| self.services[*service_slot].as_ref().is_some_and(ServiceState::is_stateful);
         (0..self.services.len()).filter(is_stateful_slot).collect()
     }
 
     fn find_or_allocate_slot(&mut self, address: ServiceAddress, mode: ServiceSettings) -> usize {
         let has_address =
-            |service: &Option<Service>| service.as_ref().is_some_and(|service| service.service_address == address);
+            |service: &Option<ServiceState>| service.as_ref().is_some_and(|service| service.service_address == address);
         if let Some(service_slot) = self.services.iter().position(has_address) {
             return service_slot;
         }
         let free_slot = self.services.iter().position(Option::is_none).expect("at most as many services as slots");
-        self.services[free_slot] = Some(Service::new(address, mode));
+        self.services[free_slot] = Some(ServiceState::new(address, mode));
         // Remove the flows of the service that previously had the slot.
         self.flow_table.remove_flows_of_service(free_slot);
         self.fragment_targets.retain(|_, (service_slot, _)| *service_slot != free_slot);
@@ -340,7 +342,7 @@ impl LoadBalancer {
 
     /// Sets whether a server of the service in slot `service_slot` is down according to the load balancer's own checks.
     pub fn set_server_locally_down(&mut self, service_slot: usize, id: ServerId, is_masked: bool) {
-        let locally_down_servers = &mut self.service_mut(service_slot).locally_down_servers;
+        let locally_down_servers = &mut self.service_in_slot_mut(service_slot).locally_down_servers;
         if is_masked {
             locally_down_servers.insert(id)
         } else {
@@ -349,12 +351,12 @@ impl LoadBalancer {
     }
 
     /// Adds, changes or (with `None`) removes a server of a service. All services of the server share its MAC address.
-    pub fn set_server(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) {
+    pub fn set_server(&mut self, service_slot: usize, id: ServerId, server: Option<ServerMapEntry>) {
         self.update_lb_stamped_server(service_slot, id, server);
-        self.service_mut(service_slot).servers[usize::from(id.get())] = server;
-        let Some(Server { mac, .. }) = server else {
-            self.service_mut(service_slot).locally_down_servers.remove(&id);
-            self.service_mut(service_slot).down_servers.remove(&id);
+        self.service_in_slot_mut(service_slot).servers[usize::from(id.get())] = server;
+        let Some(ServerMapEntry { mac, .. }) = server else {
+            self.service_in_slot_mut(service_slot).locally_down_servers.remove(&id);
+            self.service_in_slot_mut(service_slot).down_servers.remove(&id);
             return;
         };
         for service in self.services.iter_mut().flatten() {
@@ -366,9 +368,9 @@ impl LoadBalancer {
 
     /// Installs a placement table for the service in slot `service_slot`.
     pub fn install_table(&mut self, service_slot: usize, table: PlacementTable) {
-        let service = self.service_mut(service_slot);
+        let service = self.service_in_slot_mut(service_slot);
         service.down_servers = table.down_servers.iter().copied().collect();
-        service.placement = Some(InstalledTable::new(table));
+        service.placement = Some(InstalledPlacementTable::new(table));
     }
 
     /// Sets the time (ns) until which the selected token buckets, which limit broadcasts, count as paid.
@@ -392,7 +394,7 @@ impl LoadBalancer {
     }
 
     /// Sets the reachability of another load balancer that has a connection table.
-    pub fn set_other_owner(&mut self, number: TableOwnerNumber, owner: TableOwner) {
+    pub fn set_other_owner(&mut self, number: TableOwnerNumber, owner: TableOwnerReachability) {
         self.connection_table_state.owners[usize::from(number.get())] = owner;
     }
 
@@ -412,8 +414,8 @@ impl LoadBalancer {
     }
 
     /// Returns the connection in the entry at `index`, or `None` if the entry is free.
-    pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
-        self.connection_table_state.connection(index)
+    pub fn connection_at(&self, index: ConnectionIndex) -> Option<Connection> {
+        self.connection_table_state.connection_at(index)
     }
 
     /// Frees the entries of these connections. Entries that belong to another connection by now, or got a packet,
@@ -429,7 +431,7 @@ impl LoadBalancer {
 
     /// Returns the number of connections assigned to each core since the service's placement table was installed.
     pub fn assigned_connection_counts(&self, service_slot: usize) -> &[u32] {
-        self.service(service_slot)
+        self.service_in_slot(service_slot)
             .placement
             .as_ref()
             .map_or(&[], |placement| &placement.state.assigned_connection_counts)
@@ -437,7 +439,7 @@ impl LoadBalancer {
 
     /// Returns the service's counter of the placement rule `RoundRobin`.
     pub fn round_robin_counter(&self, service_slot: usize) -> u64 {
-        self.service(service_slot).round_robin_counter
+        self.service_in_slot(service_slot).round_robin_counter
     }
 
     /// Returns the traffic counters of each server that got a packet.
@@ -457,19 +459,19 @@ impl LoadBalancer {
 
     /// Returns the words of the flow table, in the layout of `struct flow_set`.
     pub fn flow_table_words(&self) -> &[u64] {
-        self.flow_table.words()
+        self.flow_table.table_words()
     }
 
     /// Returns the words of the BPF map `recent_placements`.
     pub fn recent_placements(&self) -> &[u64] {
-        self.recent_placements.words()
+        self.recent_placements.cache_words()
     }
 
-    fn service(&self, service_slot: usize) -> &Service {
+    fn service_in_slot(&self, service_slot: usize) -> &ServiceState {
         self.services[service_slot].as_ref().expect("a slot that set_services returned")
     }
 
-    fn service_mut(&mut self, service_slot: usize) -> &mut Service {
+    fn service_in_slot_mut(&mut self, service_slot: usize) -> &mut ServiceState {
         self.services[service_slot].as_mut().expect("a slot that set_services returned")
     }
 }

@@ -9,7 +9,7 @@ use super::ip_packet::{
     NOT_A_SERVICE, ParseEndCounter, QuotedPacket, u16_at, u32_at,
 };
 use super::packet_ipv6::{self, PROTOCOL_ICMPV6};
-use super::timestamp_option::{MalformedOptions, TCP_HEADER_BYTES, quoted_tsval, timestamp_option_offset};
+use super::timestamp_option::{MalformedTcpOptions, TCP_HEADER_BYTES, quoted_tsval, timestamp_option_offset};
 use crate::FourTuple;
 use crate::tuple::Protocol;
 
@@ -33,7 +33,7 @@ pub(super) fn ipv4_address_at(frame: &[u8], offset: usize) -> IpAddr {
 }
 
 /// Returns the source and the destination address of an IPv4 packet.
-pub(super) fn ipv4_addresses(packet: &[u8]) -> [Ipv4Addr; 2] {
+pub(super) fn ipv4_source_and_destination(packet: &[u8]) -> [Ipv4Addr; 2] {
     [12, 16].map(|offset| Ipv4Addr::from(u32_at(packet, offset)))
 }
 
@@ -48,7 +48,7 @@ pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     }
     Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
-        protocol: frame[ETHERNET_HEADER_BYTES + 9],
+        protocol_number: frame[ETHERNET_HEADER_BYTES + 9],
         vip: ipv4_address_at(frame, ETHERNET_HEADER_BYTES + 16),
     })
 }
@@ -73,17 +73,17 @@ pub(super) fn parse_ip(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
 }
 
 fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
-    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
+    const MALFORMED_IPV4_COUNTER: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
     let packet = &frame[ETHERNET_HEADER_BYTES..];
-    let header_bytes = ipv4_header_bytes(packet).ok_or(MALFORMED)?;
+    let header_bytes = ipv4_header_bytes(packet).ok_or(MALFORMED_IPV4_COUNTER)?;
     let total_bytes = usize::from(u16_at(packet, 2));
     if total_bytes < header_bytes || total_bytes > packet.len() {
-        return Err(MALFORMED);
+        return Err(MALFORMED_IPV4_COUNTER);
     }
     Ok(IpPacket {
         client: ipv4_address_at(packet, 12),
         vip: ipv4_address_at(packet, 16),
-        protocol: packet[9],
+        protocol_number: packet[9],
         identification: u16_at(packet, 4).into(),
         fragment_part: read_fragment_part(packet),
         transport_offset: ETHERNET_HEADER_BYTES + header_bytes,
@@ -105,7 +105,7 @@ pub(super) fn parse_ports(
 
 /// Fields of a client's packet to a service on which decisions depend.
 #[derive(Debug, Clone)]
-pub(super) struct Packet {
+pub(super) struct ClientPacket {
     pub client: SocketAddr,
     pub vip: SocketAddr,
     pub protocol: Protocol,
@@ -116,7 +116,7 @@ pub(super) struct Packet {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TimestampField {
-    pub value: u32,
+    pub timestamp_value: u32,
     /// Offset of the TCP header in the frame.
     transport_offset: usize,
     field_offset: usize,
@@ -127,14 +127,14 @@ impl TimestampField {
     pub fn preceding_tsval(self, frame: &[u8]) -> TimestampField {
         let tsval_offset = self.field_offset - 4;
         TimestampField {
-            value: u32_at(frame, self.transport_offset + tsval_offset),
+            timestamp_value: u32_at(frame, self.transport_offset + tsval_offset),
             field_offset: tsval_offset,
             ..self
         }
     }
 }
 
-impl Packet {
+impl ClientPacket {
     pub fn four_tuple(&self) -> FourTuple {
         FourTuple::new(self.client, self.vip).expect("of one packet")
     }
@@ -148,7 +148,7 @@ impl Packet {
 pub(super) fn parse_tcp(
     packet: &IpPacket<'_>,
     source_and_destination_port: (u16, u16),
-) -> Result<Packet, ParseEndCounter> {
+) -> Result<ClientPacket, ParseEndCounter> {
     let parsed_packet = parse_tcp_header(packet, source_and_destination_port)?;
     let flags = parsed_packet.tcp_flags;
     // Only a SYN opens a connection, and clients send no SYN-ACK. All other packets have ACK, except a bare RST.
@@ -160,56 +160,61 @@ pub(super) fn parse_tcp(
 pub(super) fn parse_tcp_reply(
     packet: &IpPacket<'_>,
     source_and_destination_port: (u16, u16),
-) -> Result<Packet, ParseEndCounter> {
-    let Packet { client, vip, protocol, tcp_flags: flags, tsecr } =
+) -> Result<ClientPacket, ParseEndCounter> {
+    let ClientPacket { client, vip, protocol, tcp_flags: flags, tsecr } =
         parse_tcp_header(packet, source_and_destination_port)?;
-    Ok(Packet { client: vip, vip: client, protocol, tcp_flags: flags, tsecr })
+    Ok(ClientPacket { client: vip, vip: client, protocol, tcp_flags: flags, tsecr })
 }
 
-fn parse_tcp_header(packet: &IpPacket<'_>, source_and_destination_port: (u16, u16)) -> Result<Packet, ParseEndCounter> {
-    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_TCP;
+fn parse_tcp_header(
+    packet: &IpPacket<'_>,
+    source_and_destination_port: (u16, u16),
+) -> Result<ClientPacket, ParseEndCounter> {
+    const MALFORMED_TCP_COUNTER: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_TCP;
     let segment = packet.payload;
     if segment.len() < TCP_HEADER_BYTES {
-        return Err(MALFORMED);
+        return Err(MALFORMED_TCP_COUNTER);
     }
     let (header_bytes, flags) = (usize::from(segment[12] >> 4) * 4, segment[13]);
     if header_bytes < TCP_HEADER_BYTES || header_bytes > segment.len() {
-        return Err(MALFORMED);
+        return Err(MALFORMED_TCP_COUNTER);
     }
     let options = &segment[TCP_HEADER_BYTES..header_bytes];
     let tsecr =
-        timestamp_option_offset(options).map_err(|MalformedOptions| MALFORMED)?.map(|option_offset| TimestampField {
-            value: u32_at(options, option_offset + 6),
-            transport_offset: packet.transport_offset,
-            field_offset: TCP_HEADER_BYTES + option_offset + 6,
+        timestamp_option_offset(options).map_err(|MalformedTcpOptions| MALFORMED_TCP_COUNTER)?.map(|option_offset| {
+            TimestampField {
+                timestamp_value: u32_at(options, option_offset + 6),
+                transport_offset: packet.transport_offset,
+                field_offset: TCP_HEADER_BYTES + option_offset + 6,
+            }
         });
     let (client, vip) = (
         SocketAddr::new(packet.client, source_and_destination_port.0),
         SocketAddr::new(packet.vip, source_and_destination_port.1),
     );
-    Ok(Packet { client, vip, protocol: Protocol::Tcp, tcp_flags: flags, tsecr })
+    Ok(ClientPacket { client, vip, protocol: Protocol::Tcp, tcp_flags: flags, tsecr })
 }
 
 /// Parses a whole UDP datagram, or the first fragment of one, with these source and destination ports.
 pub(super) fn parse_udp(
     packet: &IpPacket<'_>,
     source_and_destination_port: (u16, u16),
-) -> Result<Packet, ParseEndCounter> {
-    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_UDP;
+) -> Result<ClientPacket, ParseEndCounter> {
+    const MALFORMED_UDP_COUNTER: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_UDP;
     if packet.payload.len() < UDP_HEADER_BYTES {
-        return Err(MALFORMED);
+        return Err(MALFORMED_UDP_COUNTER);
     }
     let datagram_bytes = usize::from(u16_at(packet.payload, 4));
     if datagram_bytes < UDP_HEADER_BYTES
         || packet.fragment_part == FragmentPart::Whole && datagram_bytes > packet.payload.len()
     {
-        return Err(MALFORMED);
+        return Err(MALFORMED_UDP_COUNTER);
     }
     let (client, vip) = (
         SocketAddr::new(packet.client, source_and_destination_port.0),
         SocketAddr::new(packet.vip, source_and_destination_port.1),
     );
-    Ok(Packet { client, vip, protocol: Protocol::Udp, tcp_flags: 0, tsecr: None })
+    Ok(ClientPacket { client, vip, protocol: Protocol::Udp, tcp_flags: 0, tsecr: None })
 }
 
 pub(super) fn parse_quoted_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
@@ -217,31 +222,31 @@ pub(super) fn parse_quoted_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket,
 }
 
 fn parse_quoted_ipv4_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
-    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
+    const MALFORMED_ICMP_COUNTER: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
     if packet.fragment_part != FragmentPart::Whole {
         return Err(NOT_A_SERVICE);
     }
     let message = packet.payload;
     if message.len() < ICMP_HEADER_BYTES {
-        return Err(MALFORMED);
+        return Err(MALFORMED_ICMP_COUNTER);
     }
     if !ICMP_ERROR_TYPES.contains(&message[0]) {
         return Err(NOT_A_SERVICE);
     }
     let quoted_packet = &message[ICMP_HEADER_BYTES..];
     if quoted_packet.len() < IPV4_HEADER_BYTES {
-        return Err(MALFORMED);
+        return Err(MALFORMED_ICMP_COUNTER);
     }
-    let header_bytes = ipv4_header_bytes(quoted_packet).ok_or(MALFORMED)?;
+    let header_bytes = ipv4_header_bytes(quoted_packet).ok_or(MALFORMED_ICMP_COUNTER)?;
     if quoted_packet.len() < header_bytes + MIN_QUOTED_PAYLOAD_BYTES {
-        return Err(MALFORMED);
+        return Err(MALFORMED_ICMP_COUNTER);
     }
     if ipv4_address_at(quoted_packet, 12) != packet.vip || read_fragment_part(quoted_packet) == FragmentPart::Later {
         return Err(NOT_A_SERVICE);
     }
     let quoted_segment = &quoted_packet[header_bytes..];
     Ok(QuotedPacket {
-        protocol: quoted_packet[9],
+        protocol_number: quoted_packet[9],
         client: SocketAddr::new(ipv4_address_at(quoted_packet, 16), u16_at(quoted_segment, 2)),
         vip: SocketAddr::new(packet.vip, u16_at(quoted_segment, 0)),
         tsval: if quoted_packet[9] == Protocol::Tcp.iana_number() { quoted_tsval(quoted_segment) } else { None },
@@ -249,7 +254,7 @@ fn parse_quoted_ipv4_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, Parse
 }
 
 /// Returns the Internet checksum (RFC 1071) of an even number of bytes.
-pub(super) fn checksum(bytes: &[u8]) -> u16 {
+pub(super) fn internet_checksum(bytes: &[u8]) -> u16 {
     let sum: u32 = bytes.chunks(2).map(|word_bytes| u32::from(u16_at(word_bytes, 0))).sum();
     let folded_sum = (sum & 0xffff) + (sum >> 16);
     !((folded_sum & 0xffff) + (folded_sum >> 16)) as u16
@@ -306,8 +311,8 @@ pub(super) fn read_traffic_class(frame: &[u8]) -> u8 {
 /// are 0 in ICMP packets and later fragments.
 pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
-    let has_ports =
-        ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.fragment_part != FragmentPart::Later;
+    let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol_number)
+        && packet.fragment_part != FragmentPart::Later;
     let ports = packet.payload.get(..4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
     (packet.client, ports.unwrap_or_default())
 }

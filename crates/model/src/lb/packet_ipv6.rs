@@ -18,9 +18,9 @@ const ICMPV6_ERROR_TYPES: std::ops::RangeInclusive<u8> = 1..=4;
 pub(super) const PROTOCOL_ICMPV6: u8 = 58;
 
 /// Types of extension headers that are skipped (RFC 8200, RFC 4302).
-const FRAGMENT_HEADER: u8 = 44;
-const AUTHENTICATION_HEADER: u8 = 51;
-const EXTENSION_HEADERS: [u8; 5] = [0, 43, FRAGMENT_HEADER, AUTHENTICATION_HEADER, 60];
+const FRAGMENT_HEADER_PROTOCOL: u8 = 44;
+const AUTHENTICATION_HEADER_PROTOCOL: u8 = 51;
+const EXTENSION_HEADER_PROTOCOLS: [u8; 5] = [0, 43, FRAGMENT_HEADER_PROTOCOL, AUTHENTICATION_HEADER_PROTOCOL, 60];
 const MAX_EXTENSION_HEADERS: usize = 6;
 /// Maximum offset of a transport header from the start of the frame.
 const MAX_TRANSPORT_OFFSET: usize = 111;
@@ -37,7 +37,7 @@ pub(super) fn ipv6_address_at(bytes: &[u8], offset: usize) -> IpAddr {
 pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
-        protocol: frame[ETHERNET_HEADER_BYTES + 6],
+        protocol_number: frame[ETHERNET_HEADER_BYTES + 6],
         vip: ipv6_address_at(frame, ETHERNET_HEADER_BYTES + 24),
     })
 }
@@ -49,12 +49,12 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> 
     if packet[0] >> 4 != 6 || packet_end > packet.len() {
         return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
     }
-    let TransportHeaderPosition { protocol, fragment_part, identification, transport_offset } =
+    let TransportHeaderPosition { protocol_number: protocol, fragment_part, identification, transport_offset } =
         skip_extension_headers(&packet[..packet_end])?;
     Ok(IpPacket {
         client: ipv6_address_at(packet, 8),
         vip: ipv6_address_at(packet, 24),
-        protocol,
+        protocol_number: protocol,
         identification,
         fragment_part,
         transport_offset: ETHERNET_HEADER_BYTES + transport_offset,
@@ -64,7 +64,7 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> 
 
 /// Transport header at the end of a chain of extension headers, with its position.
 struct TransportHeaderPosition {
-    protocol: u8,
+    protocol_number: u8,
     fragment_part: FragmentPart,
     /// Identification of a fragmented datagram, or 0 for an unfragmented one.
     identification: u32,
@@ -76,7 +76,7 @@ struct TransportHeaderPosition {
 fn skip_extension_headers(packet: &[u8]) -> Result<TransportHeaderPosition, ParseEndCounter> {
     let (mut next_header, mut offset) = (packet[6], IPV6_HEADER_BYTES);
     for _ in 0..MAX_EXTENSION_HEADERS {
-        if !EXTENSION_HEADERS.contains(&next_header) {
+        if !EXTENSION_HEADER_PROTOCOLS.contains(&next_header) {
             break;
         }
         let header_start = packet.get(offset..offset + 4).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
@@ -84,20 +84,20 @@ fn skip_extension_headers(packet: &[u8]) -> Result<TransportHeaderPosition, Pars
         let (header_number, field) = (next_header, u16_at(header_start, 2));
         next_header = header_start[0];
         offset += match header_number {
-            FRAGMENT_HEADER => 8,
-            AUTHENTICATION_HEADER => (length_field + 2) * 4,
+            FRAGMENT_HEADER_PROTOCOL => 8,
+            AUTHENTICATION_HEADER_PROTOCOL => (length_field + 2) * 4,
             _ => (length_field + 1) * 8,
         };
         if ETHERNET_HEADER_BYTES + offset > MAX_TRANSPORT_OFFSET {
             return Err(intf::LB_COUNTER_DROP_EXTENSION_HEADERS);
         }
         // An atomic fragment is a whole packet, whose fragment bits are 0 except the reserved ones (RFC 6946).
-        if header_number == FRAGMENT_HEADER && field & !0x6 != 0 {
+        if header_number == FRAGMENT_HEADER_PROTOCOL && field & !0x6 != 0 {
             let fragment_part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::Later };
             let identification = packet.get(offset - 4..offset).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
             let identification = u32::from_be_bytes(identification.try_into().expect("four bytes"));
             return Ok(TransportHeaderPosition {
-                protocol: next_header,
+                protocol_number: next_header,
                 fragment_part,
                 identification,
                 transport_offset: offset,
@@ -105,7 +105,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<TransportHeaderPosition, Pars
         }
     }
     Ok(TransportHeaderPosition {
-        protocol: next_header,
+        protocol_number: next_header,
         fragment_part: FragmentPart::Whole,
         identification: 0,
         transport_offset: offset,
@@ -113,17 +113,17 @@ fn skip_extension_headers(packet: &[u8]) -> Result<TransportHeaderPosition, Pars
 }
 
 pub(super) fn parse_quoted_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
-    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
+    const MALFORMED_ICMP_COUNTER: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
     let message = packet.payload;
     if message.len() < ICMP_HEADER_BYTES {
-        return Err(MALFORMED);
+        return Err(MALFORMED_ICMP_COUNTER);
     }
     if !ICMPV6_ERROR_TYPES.contains(&message[0]) {
         return Err(NOT_A_SERVICE);
     }
     let quoted_packet = &message[ICMP_HEADER_BYTES..];
     if quoted_packet.len() < IPV6_HEADER_BYTES + MIN_QUOTED_PAYLOAD_BYTES || quoted_packet[0] >> 4 != 6 {
-        return Err(MALFORMED);
+        return Err(MALFORMED_ICMP_COUNTER);
     }
     let protocol = quoted_packet[6];
     if ipv6_address_at(quoted_packet, 8) != packet.vip || !Protocol::ALL.map(Protocol::iana_number).contains(&protocol)
@@ -132,7 +132,7 @@ pub(super) fn parse_quoted_packet(packet: &IpPacket<'_>) -> Result<QuotedPacket,
     }
     let quoted_segment = &quoted_packet[IPV6_HEADER_BYTES..];
     Ok(QuotedPacket {
-        protocol,
+        protocol_number: protocol,
         client: SocketAddr::new(ipv6_address_at(quoted_packet, 24), u16_at(quoted_segment, 2)),
         vip: SocketAddr::new(packet.vip, u16_at(quoted_segment, 0)),
         tsval: if protocol == Protocol::Tcp.iana_number() { quoted_tsval(quoted_segment) } else { None },

@@ -3,8 +3,8 @@
 
 use coreward_intf as intf;
 
-use super::{FlowEntry, Service};
-use crate::placement::{PlacementRule, PlacementState, PlacementTable, draw_two_below, mix_hash};
+use super::{FlowEntry, ServiceState};
+use crate::placement::{PlacementRule, PlacementTable, PlacementTableState, draw_two_below, mix_hash};
 use crate::rss::ToeplitzTables;
 use crate::{FourTuple, ServerId};
 
@@ -12,20 +12,20 @@ use crate::{FourTuple, ServerId};
 const MAX_FALLBACK_MEMBERS: usize = 16;
 
 #[derive(Debug, Clone)]
-pub(super) struct InstalledTable {
+pub(super) struct InstalledPlacementTable {
     placement_table: PlacementTable,
     toeplitz_tables: Vec<ToeplitzTables>,
-    pub state: PlacementState,
+    pub state: PlacementTableState,
 }
 
-impl InstalledTable {
+impl InstalledPlacementTable {
     pub fn new(placement_table: PlacementTable) -> Self {
         let toeplitz_tables = placement_table.rss_key_by_group.iter().map(|key| key.toeplitz_tables()).collect();
-        Self { state: PlacementState::for_table(&placement_table), toeplitz_tables, placement_table }
+        Self { state: PlacementTableState::for_table(&placement_table), toeplitz_tables, placement_table }
     }
 
     fn toeplitz_hash(&self, group: usize, tuple: &FourTuple) -> u32 {
-        self.toeplitz_tables[group].hash(&tuple.bytes())
+        self.toeplitz_tables[group].hash_four_tuple(&tuple.bytes())
     }
 
     /// Returns whether the placement rule can select different servers for packets of the same connection.
@@ -58,7 +58,7 @@ impl Default for RecentPlacements {
 }
 
 impl RecentPlacements {
-    pub fn words(&self) -> &[u64] {
+    pub fn cache_words(&self) -> &[u64] {
         &self.0
     }
 
@@ -81,7 +81,7 @@ impl RecentPlacements {
     }
 }
 
-impl Service {
+impl ServiceState {
     /// Selects a server that can take a new connection. With `recent_placements`, a retransmitted SYN goes to the same
     /// server as the first one. Without them, a datagram is placed independently of earlier ones.
     pub(super) fn select_server(
@@ -100,7 +100,7 @@ impl Service {
 
     fn select_server_from_table(
         &mut self,
-        placement: &mut InstalledTable,
+        placement: &mut InstalledPlacementTable,
         service_slot: usize,
         recent_placements: Option<&mut RecentPlacements>,
         tuple: &FourTuple,
@@ -121,7 +121,7 @@ impl Service {
         placement.state.round_robin_counter = self.round_robin_counter;
         let selected_server = placement.placement_table.select_and_count_server(
             &mut placement.state,
-            |group| placement.toeplitz_tables[group].hash(&bytes),
+            |group| placement.toeplitz_tables[group].hash_four_tuple(&bytes),
             |id| self.is_eligible_with_mac(id),
         );
         self.round_robin_counter = placement.state.round_robin_counter;

@@ -10,7 +10,7 @@ use crate::cookie::CookieKey;
 
 /// Rate limit of a token bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TokenRate {
+pub struct TokenBucketRate {
     /// Interval in which one token is added to the bucket.
     pub interval_ns: u64,
     /// Maximum time by which tokens may be taken in advance, which sets the size of a burst.
@@ -26,7 +26,7 @@ pub struct TokenBucket {
 
 impl TokenBucket {
     /// Takes a token from the bucket, or returns false if it has none.
-    pub fn take_token(&mut self, rate: TokenRate, now_ns: u64) -> bool {
+    pub fn take_token(&mut self, rate: TokenBucketRate, now_ns: u64) -> bool {
         let start_ns = self.paid_until_ns.max(now_ns);
         if start_ns - now_ns > rate.burst_ns {
             return false;
@@ -45,11 +45,11 @@ pub const BROADCAST_REASON_COUNT: usize = intf::LIMITED_KIND_COUNT as usize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
     /// Rate limit for each source address.
-    pub per_source: TokenRate,
+    pub per_source: TokenBucketRate,
     /// Rate limit for each service.
-    pub per_service: TokenRate,
+    pub per_service: TokenBucketRate,
     /// Rate limit for the whole load balancer.
-    pub total: TokenRate,
+    pub total: TokenBucketRate,
 }
 
 /// Selector of some of the token buckets that limit broadcasts.
@@ -58,7 +58,7 @@ pub enum TokenBucketSelector {
     /// The bucket for one service and one reason. The service is identified by its slot.
     ServiceSlot(usize, BroadcastReason),
     /// The bucket for all broadcasts of the load balancer for one reason.
-    Total(BroadcastReason),
+    WholeLoadBalancer(BroadcastReason),
     /// Every eighth of the buckets for source addresses, starting at this index.
     EveryEighthSourceFrom(usize),
 }
@@ -105,8 +105,10 @@ impl BroadcastLimiter {
         let (reason, rates) = (reason as usize, rates[reason as usize]);
         let is_source_within_rate = self.source_buckets[source_bucket_index].take_token(rates.per_source, now_ns);
         // A source above its rate leaves half of the burst to other sources.
-        let reduced_rate_if_source_exceeds =
-            |rate: TokenRate| TokenRate { burst_ns: rate.burst_ns >> u32::from(!is_source_within_rate), ..rate };
+        let reduced_rate_if_source_exceeds = |rate: TokenBucketRate| TokenBucketRate {
+            burst_ns: rate.burst_ns >> u32::from(!is_source_within_rate),
+            ..rate
+        };
         self.service_buckets[service_slot][reason].take_token(reduced_rate_if_source_exceeds(rates.per_service), now_ns)
             && self.total_buckets[reason].take_token(reduced_rate_if_source_exceeds(rates.total), now_ns)
     }
@@ -117,7 +119,7 @@ impl BroadcastLimiter {
             TokenBucketSelector::ServiceSlot(service, reason) => {
                 self.service_buckets[service][reason as usize] = bucket
             }
-            TokenBucketSelector::Total(reason) => self.total_buckets[reason as usize] = bucket,
+            TokenBucketSelector::WholeLoadBalancer(reason) => self.total_buckets[reason as usize] = bucket,
             TokenBucketSelector::EveryEighthSourceFrom(first_index) => {
                 TokenBucketSelector::source_bucket_indexes(first_index)
                     .for_each(|index| self.source_buckets[index] = bucket)
@@ -134,13 +136,14 @@ mod tests {
 
     #[test]
     fn token_bucket_allows_a_burst_and_then_the_rate() {
-        let rate = TokenRate { interval_ns: 10, burst_ns: 20 };
+        let rate = TokenBucketRate { interval_ns: 10, burst_ns: 20 };
         let mut bucket = TokenBucket::default();
-        let tokens_taken = |bucket: &mut TokenBucket, now| (0..5).filter(|_| bucket.take_token(rate, now)).count();
-        assert_eq!(tokens_taken(&mut bucket, 1000), 3);
-        assert_eq!(tokens_taken(&mut bucket, 1009), 0);
-        assert_eq!(tokens_taken(&mut bucket, 1010), 1);
-        assert_eq!(tokens_taken(&mut bucket, 5000), 3);
+        let count_taken_tokens =
+            |bucket: &mut TokenBucket, now| (0..5).filter(|_| bucket.take_token(rate, now)).count();
+        assert_eq!(count_taken_tokens(&mut bucket, 1000), 3);
+        assert_eq!(count_taken_tokens(&mut bucket, 1009), 0);
+        assert_eq!(count_taken_tokens(&mut bucket, 1010), 1);
+        assert_eq!(count_taken_tokens(&mut bucket, 5000), 3);
     }
 
     /// Returns the number of genuine packets, of 100 from a source each, that are accepted within a second. Meanwhile,
@@ -149,7 +152,7 @@ mod tests {
         junk_sources: &[(Ipv4Addr, usize, BroadcastReason)],
         genuine_slot_and_reason: (usize, BroadcastReason),
     ) -> usize {
-        let rate_with_burst = |per_second: u64, burst: u64| TokenRate {
+        let rate_with_burst = |per_second: u64, burst: u64| TokenBucketRate {
             interval_ns: 1_000_000_000 / per_second,
             burst_ns: (burst - 1) * 1_000_000_000 / per_second,
         };
@@ -201,8 +204,8 @@ mod tests {
 
     #[test]
     fn total_rate_limits_all_services_together() {
-        let rate = TokenRate { interval_ns: 1_000_000, burst_ns: 0 };
-        let total_rate = TokenRate { interval_ns: 100_000, burst_ns: 0 };
+        let rate = TokenBucketRate { interval_ns: 1_000_000, burst_ns: 0 };
+        let total_rate = TokenBucketRate { interval_ns: 100_000, burst_ns: 0 };
         let rates = [BroadcastRates { per_source: rate, per_service: rate, total: total_rate }; BROADCAST_REASON_COUNT];
         let (mut limiter, key) =
             (BroadcastLimiter::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });

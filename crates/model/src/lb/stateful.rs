@@ -7,14 +7,14 @@ use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use super::decision::Decision;
-use super::packet::{self, Packet};
+use super::decision::PacketDecision;
+use super::packet::{self, ClientPacket};
 use super::{LoadBalancer, MacAddress};
 use crate::connection_table::table::{
     ConnectionTable, HeapTableMemory, NewConnection, RecentConnections, TakeSlotError,
 };
 use crate::connection_table::{
-    ClockTicks, Connection, ConnectionHash, ConnectionIndex, ConnectionTimeouts, TableOwnerNumber, TableSize,
+    ClockTicks, Connection, ConnectionHash, ConnectionIndex, ConnectionTableSize, ConnectionTimeouts, TableOwnerNumber,
     decode_cookie_index, encode_syn_tsecr, source_prefix_counter_index,
 };
 use crate::cookie::CookieKey;
@@ -22,7 +22,7 @@ use crate::{FourTuple, ServerId};
 
 /// Reachability of the load balancer with a certain owner number.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum TableOwner {
+pub enum TableOwnerReachability {
     /// No load balancer has the owner number.
     #[default]
     Unknown,
@@ -36,7 +36,7 @@ pub enum TableOwner {
 pub(super) struct ConnectionTableState {
     pub connection_key: CookieKey,
     pub owner_number: Option<TableOwnerNumber>,
-    pub owners: [TableOwner; intf::MAX_OWNERS as usize],
+    pub owners: [TableOwnerReachability; intf::MAX_OWNERS as usize],
     pub now: ClockTicks,
     pub last_sweep: ClockTicks,
     /// Maximum number of entries of one source prefix, or `None` for no limit.
@@ -48,9 +48,9 @@ pub(super) struct ConnectionTableState {
 }
 
 /// Result of the look-up of a cookie's index in the connection table.
-pub(super) enum IndexLookup {
+pub(super) enum ConnectionIndexLookup {
     /// Decision on the packet, with the entry's index if the entry is in this load balancer's own table.
-    Decided(Decision, Option<ConnectionIndex>),
+    Decided(PacketDecision, Option<ConnectionIndex>),
     /// The entry is free, or belongs to another connection.
     UnknownConnection,
     /// The server of the entry is no longer in the service.
@@ -58,9 +58,9 @@ pub(super) enum IndexLookup {
 }
 
 impl ConnectionTableState {
-    pub fn new(size: TableSize) -> Self {
+    pub fn new(size: ConnectionTableSize) -> Self {
         let connection_table = ConnectionTable::new(HeapTableMemory::new(size), size);
-        connection_table.initialise();
+        connection_table.initialise_entries();
         Self {
             connection_key: CookieKey { k0: 0, k1: 0 },
             owner_number: None,
@@ -83,23 +83,23 @@ impl ConnectionTableState {
         max_entry_count.is_none_or(|limit| *self.source_entry_count_mut(client) < limit)
     }
 
-    pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
-        self.connection_table.connection(index)
+    pub fn connection_at(&self, index: ConnectionIndex) -> Option<Connection> {
+        self.connection_table.connection_at(index)
     }
 
     pub fn connections(&self) -> impl Iterator<Item = Connection> + '_ {
-        self.connection_table.size().entry_indexes().filter_map(|index| self.connection_table.connection(index))
+        self.connection_table.size().entry_indexes().filter_map(|index| self.connection_table.connection_at(index))
     }
 
     pub fn free_unchanged_connections(&mut self, connections: &[Connection]) {
-        let is_unchanged = |connection: &&Connection| {
-            let current_connection = self.connection_table.connection(connection.index);
+        let is_connection_unchanged = |connection: &&Connection| {
+            let current_connection = self.connection_table.connection_at(connection.index);
             current_connection.is_some_and(|current_snapshot| current_snapshot.has_no_packet_since(connection))
         };
         let release_entry =
-            |connection: &&Connection| self.connection_table.release(connection.index, connection.identity);
+            |connection: &&Connection| self.connection_table.release_entry(connection.index, connection.identity);
         let released_connections: Vec<&Connection> =
-            connections.iter().filter(is_unchanged).filter(release_entry).collect();
+            connections.iter().filter(is_connection_unchanged).filter(release_entry).collect();
         for connection in released_connections {
             self.connection_table.push_slot(connection.index);
             *self.source_entry_count_mut(connection.client.ip()) -= 1;
@@ -136,20 +136,22 @@ impl LoadBalancer {
         counter: intf::lb_counter,
         source_mac: MacAddress,
         now_ns: u64,
-    ) -> IndexLookup {
+    ) -> ConnectionIndexLookup {
         let (owner, entry_slot) = decode_cookie_index(cookie_index);
         if self.connection_table_state.owner_number != Some(owner) {
-            return IndexLookup::Decided(
+            return ConnectionIndexLookup::Decided(
                 self.forward_to_owner((service_slot, tuple.client().ip()), owner, source_mac, now_ns),
                 None,
             );
         }
         let hash = self.connection_hash(service_slot, tuple);
-        match self.connection_table_state.connection_table.find(hash, entry_slot, service_slot as u16) {
-            None => IndexLookup::UnknownConnection,
-            Some((_, id)) if self.service(service_slot).server(id).is_none() => IndexLookup::UnknownServer,
+        match self.connection_table_state.connection_table.find_connection(hash, entry_slot, service_slot as u16) {
+            None => ConnectionIndexLookup::UnknownConnection,
+            Some((_, id)) if self.service_in_slot(service_slot).server(id).is_none() => {
+                ConnectionIndexLookup::UnknownServer
+            }
             Some((index, id)) => {
-                IndexLookup::Decided(self.decide_delivery_to_server(service_slot, id, counter), Some(index))
+                ConnectionIndexLookup::Decided(self.decide_delivery_to_server(service_slot, id, counter), Some(index))
             }
         }
     }
@@ -161,14 +163,16 @@ impl LoadBalancer {
         owner: TableOwnerNumber,
         source_mac: MacAddress,
         now_ns: u64,
-    ) -> Decision {
+    ) -> PacketDecision {
         let owners = self.connection_table_state.owners;
         match owners[usize::from(owner.get())] {
-            TableOwner::Unknown => self.decide_packet_of_unknown_connection(slot_and_source, now_ns),
-            TableOwner::Reachable(mac) if !owners.contains(&TableOwner::Reachable(source_mac)) => {
-                Decision::forward(intf::LB_COUNTER_TO_OWNER, mac)
+            TableOwnerReachability::Unknown => self.decide_packet_of_unknown_connection(slot_and_source, now_ns),
+            TableOwnerReachability::Reachable(mac)
+                if !owners.contains(&TableOwnerReachability::Reachable(source_mac)) =>
+            {
+                PacketDecision::forward_to_mac(intf::LB_COUNTER_TO_OWNER, mac)
             }
-            TableOwner::Reachable(_) | TableOwner::Lost => {
+            TableOwnerReachability::Reachable(_) | TableOwnerReachability::Lost => {
                 let over_rate_counter = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
                 self.decide_broadcast(slot_and_source, intf::LIMITED_OWNER_LOST, over_rate_counter, now_ns)
             }
@@ -177,16 +181,17 @@ impl LoadBalancer {
 
     fn reuse_expired_entry(&mut self, new_connection: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
         let (clock, last_sweep) = (self.connection_table_state.now, self.connection_table_state.last_sweep);
-        let is_expired = |connection: &Connection| {
+        let is_connection_expired = |connection: &Connection| {
             let identity = connection.identity;
-            let is_server_known = self.service(usize::from(identity.service_slot)).server(identity.server).is_some();
+            let is_server_known =
+                self.service_in_slot(usize::from(identity.service_slot)).server(identity.server).is_some();
             ConnectionTimeouts::default().is_expired(connection, is_server_known, last_sweep, clock)
         };
         let (index, expired_connection) = self.connection_table_state.connection_table.reuse_expired_slot(
             new_connection,
             server,
             clock,
-            is_expired,
+            is_connection_expired,
         )?;
         let entry_count = self.connection_table_state.source_entry_count_mut(expired_connection.client.ip());
         *entry_count = entry_count.saturating_sub(1);
@@ -200,11 +205,12 @@ impl LoadBalancer {
         service_slot: usize,
         hash: ConnectionHash,
         tsecr: packet::TimestampField,
-    ) -> Option<Decision> {
+    ) -> Option<PacketDecision> {
         let recent_slot = self.connection_table_state.recent_connections.find_slot(hash)?;
-        let (index, id) = self.connection_table_state.connection_table.find(hash, recent_slot, service_slot as u16)?;
+        let (index, id) =
+            self.connection_table_state.connection_table.find_connection(hash, recent_slot, service_slot as u16)?;
         let owner = self.connection_table_state.owner_number?;
-        if !self.service(service_slot).takes_new_connections(id) {
+        if !self.service_in_slot(service_slot).takes_new_connections(id) {
             return None;
         }
         let was_closing =
@@ -221,16 +227,16 @@ impl LoadBalancer {
     pub(super) fn decide_stateful_syn(
         &mut self,
         service_slot: usize,
-        packet: &Packet,
+        packet: &ClientPacket,
         tsecr: packet::TimestampField,
         frame_bytes: u64,
-    ) -> Decision {
+    ) -> PacketDecision {
         let hash = self.connection_hash(service_slot, &packet.four_tuple());
         if let Some(decision) = self.decide_repeated_syn(service_slot, hash, tsecr) {
             return decision;
         }
         let decision = self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
-        let decision = if tsecr.value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
+        let decision = if tsecr.timestamp_value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
         let owner_number = self.connection_table_state.owner_number;
         let (Some(server), Some(owner)) = (decision.server(), owner_number) else { return decision };
         if !self.connection_table_state.may_take_entry(packet.client.ip()) {

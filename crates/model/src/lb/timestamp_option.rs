@@ -3,26 +3,26 @@
 use super::ip_packet::u32_at;
 
 pub(super) const TCP_HEADER_BYTES: usize = 20;
-const OPTION_END: u8 = 0;
-const OPTION_NOP: u8 = 1;
-const OPTION_TIMESTAMP: u8 = 8;
+const TCP_OPTION_END: u8 = 0;
+const TCP_OPTION_NOP: u8 = 1;
+const TCP_OPTION_TIMESTAMP: u8 = 8;
 const TIMESTAMP_OPTION_BYTES: usize = 10;
 
-pub(super) struct MalformedOptions;
+pub(super) struct MalformedTcpOptions;
 
 /// Returns the offset of the timestamp option, if there is one. Options after it are not checked.
-pub(super) fn timestamp_option_offset(options: &[u8]) -> Result<Option<usize>, MalformedOptions> {
+pub(super) fn timestamp_option_offset(options: &[u8]) -> Result<Option<usize>, MalformedTcpOptions> {
     let mut offset = 0;
     while offset < options.len() {
         match options[offset] {
-            OPTION_END => return Ok(None),
-            OPTION_NOP => offset += 1,
+            TCP_OPTION_END => return Ok(None),
+            TCP_OPTION_NOP => offset += 1,
             kind => {
                 let option_length = options.get(offset + 1).copied().map_or(0, usize::from);
                 if option_length < 2 || offset + option_length > options.len() {
-                    return Err(MalformedOptions);
+                    return Err(MalformedTcpOptions);
                 }
-                if kind == OPTION_TIMESTAMP && option_length == TIMESTAMP_OPTION_BYTES {
+                if kind == TCP_OPTION_TIMESTAMP && option_length == TIMESTAMP_OPTION_BYTES {
                     return Ok(Some(offset));
                 }
                 offset += option_length;

@@ -2,9 +2,9 @@
 
 use coreward_intf as intf;
 
-use super::decision::Decision;
+use super::decision::PacketDecision;
 use super::ip_packet::{ETHERNET_HEADER_BYTES, u16_at};
-use super::{LoadBalancer, Outcome, XdpVerdict};
+use super::{FrameOutcome, LoadBalancer, XdpVerdict};
 use crate::ServerId;
 use crate::vlan::Vlan;
 
@@ -17,7 +17,7 @@ const VLAN_ID_MASK: u16 = 0x0fff;
 
 /// VLANs of a load balancer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Vlans {
+pub struct LoadBalancerVlans {
     /// Whether VLAN tags are read and written. It is false only if the program was loaded without VLANs.
     pub is_tagging_enabled: bool,
     /// VLAN in which clients' packets arrive.
@@ -41,21 +41,22 @@ impl LoadBalancer {
     }
 
     /// Processes a frame, and replaces it by the outgoing frame. `now_ns` is the time of a monotonic clock.
-    pub fn process_frame(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
+    pub fn process_frame(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> FrameOutcome {
         if !self.settings.vlans.is_tagging_enabled {
             return self.process_untagged_frame(frame, now_ns);
         }
         let ingress_tag = self.remove_vlan_tag(frame);
-        let outcome = if ingress_tag.unwrap_or(0) & VLAN_ID_MASK == self.settings.vlans.vip_vlan.get() {
+        let outcome = if ingress_tag.unwrap_or(0) & VLAN_ID_MASK == self.settings.vlans.vip_vlan.id_or_zero() {
             self.process_untagged_frame(frame, now_ns)
         } else {
-            let outcome_of_passed_frame = || Decision::from_counter(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
-            self.process_reply(frame).unwrap_or_else(outcome_of_passed_frame)
+            let outcome_of_passed_frame =
+                || PacketDecision::from_counter(intf::LB_COUNTER_PASSED_NOT_SERVICE).frame_outcome(None);
+            self.process_server_reply(frame).unwrap_or_else(outcome_of_passed_frame)
         };
         if outcome.verdict() != XdpVerdict::Drop {
-            let egress_tag = self
-                .egress_vlan(&outcome)
-                .map(|vlan| (vlan.get() != 0).then(|| ingress_tag.unwrap_or(0) & VLAN_PRIORITY_MASK | vlan.get()));
+            let egress_tag = self.egress_vlan(&outcome).map(|vlan| {
+                (vlan.id_or_zero() != 0).then(|| ingress_tag.unwrap_or(0) & VLAN_PRIORITY_MASK | vlan.id_or_zero())
+            });
             insert_vlan_tag(frame, egress_tag.unwrap_or(ingress_tag));
         }
         outcome
@@ -74,7 +75,7 @@ impl LoadBalancer {
     }
 
     /// Returns the VLAN of the outgoing frame, or `None` for the VLAN in which the frame arrived.
-    fn egress_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
+    fn egress_vlan(&self, outcome: &FrameOutcome) -> Option<Vlan> {
         match outcome.counter {
             intf::LB_COUNTER_BROADCAST | intf::LB_COUNTER_BROADCAST_OWNER_LOST => {
                 *self.broadcast_vlan_by_slot.get(&outcome.service_slot?).unwrap_or(&Some(Vlan::UNTAGGED))

@@ -3,9 +3,11 @@
 use coreward_intf as intf;
 use rand::Rng;
 
-use super::{BucketCount, CandidateCore, PlacementRule, PlacementTable, ServerCore, TableMember, rendezvous_table};
+use super::{
+    BucketCount, CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, ServerCore, rendezvous_table,
+};
 use crate::ServerId;
-use crate::rss::{InputTransform, RssKey, uniform_below};
+use crate::rss::{RssInputTransform, RssKey, uniform_below};
 
 impl PlacementTable {
     /// Returns a placement table of `servers` (at least one) with random keys, RSS inputs, loads and costs. The loads
@@ -57,10 +59,10 @@ fn random_candidate(core_slots: &[ServerCore], rng: &mut impl Rng) -> CandidateC
 }
 
 /// Returns the servers as members with random loads. Some members occur twice, like servers of double weight.
-fn random_members(servers: &[ServerId], rng: &mut impl Rng) -> Vec<TableMember> {
+fn random_members(servers: &[ServerId], rng: &mut impl Rng) -> Vec<PlacementTableMember> {
     let member_servers = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
     member_servers
-        .map(|server| TableMember { server: *server, fixed_point_load: uniform_below(rng, 5) * 1000 })
+        .map(|server| PlacementTableMember { server: *server, fixed_point_load: uniform_below(rng, 5) * 1000 })
         .collect()
 }
 
@@ -75,8 +77,12 @@ fn random_previous_server(server: ServerId, servers: &[ServerId], rng: &mut impl
 
 /// Returns a random RSS key. In half of the cases, the key's RSS input is transformed.
 fn random_rss_key(rng: &mut impl Rng) -> RssKey {
-    let input_transforms =
-        [InputTransform::None, InputTransform::None, InputTransform::SymmetricXor, InputTransform::SymmetricOrXor];
+    let input_transforms = [
+        RssInputTransform::None,
+        RssInputTransform::None,
+        RssInputTransform::SymmetricXor,
+        RssInputTransform::SymmetricOrXor,
+    ];
     let input_transform = input_transforms[uniform_below(rng, input_transforms.len() as u32) as usize];
     RssKey::random(rng).with_input_transform(input_transform)
 }

@@ -2,21 +2,21 @@
 //! of mean load has 10 turns, an idle one 20, and one far above the mean 2, each times the server's weight.
 
 use super::wrr_schedule::weighted_turn_table;
-use super::{Policy, Pool, independent_hash_key};
+use super::{Policy, ServerPool, independent_hash_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 use crate::statistics::mean;
 
-pub const NAME: &str = "awrr";
+pub const POLICY_NAME: &str = "awrr";
 
 /// Number of turns of a server with mean load (N in the paper).
 const TURNS_AT_MEAN_LOAD: f64 = 10.0;
 /// Bounds of the number of turns in the paper, which are 2 and 3 N. With the paper's alpha, no load reaches 3 N.
-const MIN_TURNS: f64 = 2.0;
-const MAX_TURNS: f64 = 3.0 * TURNS_AT_MEAN_LOAD;
+const MIN_SERVER_TURNS: f64 = 2.0;
+const MAX_SERVER_TURNS: f64 = 3.0 * TURNS_AT_MEAN_LOAD;
 /// Weight of the mean load in the smoothed load of a server. With 0 the turns follow the loads at once, and with 1
 /// never.
-const WEIGHT_SMOOTHING: f64 = 0.5;
+const MEAN_LOAD_WEIGHT: f64 = 0.5;
 
 pub struct AdaptiveWeightedRoundRobin {
     hash_key: RssKey,
@@ -30,10 +30,10 @@ impl AdaptiveWeightedRoundRobin {
 
 impl Policy for AdaptiveWeightedRoundRobin {
     fn name(&self) -> &'static str {
-        NAME
+        POLICY_NAME
     }
 
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let neutral_load = pool.neutral_load();
         let loads: Vec<f64> = pool.eligible_servers().map(|server| server.mean_load(neutral_load)).collect();
         let average_load = mean(&loads).unwrap_or(0.0);
@@ -52,8 +52,8 @@ fn adaptive_turn_count(load: f64, average_load: f64) -> u32 {
         return TURNS_AT_MEAN_LOAD as u32;
     }
     let turn_count =
-        TURNS_AT_MEAN_LOAD * average_load / ((1.0 - WEIGHT_SMOOTHING) * load + WEIGHT_SMOOTHING * average_load);
-    turn_count.round().clamp(MIN_TURNS, MAX_TURNS) as u32
+        TURNS_AT_MEAN_LOAD * average_load / ((1.0 - MEAN_LOAD_WEIGHT) * load + MEAN_LOAD_WEIGHT * average_load);
+    turn_count.round().clamp(MIN_SERVER_TURNS, MAX_SERVER_TURNS) as u32
 }
 
 #[cfg(test)]

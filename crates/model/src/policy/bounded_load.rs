@@ -1,19 +1,19 @@
 //! Policy `bounded-load`, consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA'18). A bucket
-//! goes to the next server on the ring with less than [`BALANCE_FACTOR`] times its share of the open connections.
+//! goes to the next server on the ring with less than [`LOAD_BOUND_FACTOR`] times its share of the open connections.
 //!
 //! Skipping full servers on the ring gives the same table as a ring without them.
 
 use super::consistent_hash::weighted_ring_table;
-use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_hash_key, table_with_server_per_bucket};
+use super::{LoadMetric, Policy, ServerPool, TelemetryLevel, independent_hash_key, table_with_server_per_bucket};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
-pub const NAME: &str = "bounded-load";
+pub const POLICY_NAME: &str = "bounded-load";
 
 /// Maximum ratio of a server's connections to its fair share of them (1 + epsilon in the paper). A value nearer to 1
 /// balances better but moves more buckets.
-const BALANCE_FACTOR: f64 = 1.25;
+const LOAD_BOUND_FACTOR: f64 = 1.25;
 
 pub struct BoundedLoadPolicy {
     hash_key: RssKey,
@@ -27,7 +27,7 @@ impl BoundedLoadPolicy {
 
 impl Policy for BoundedLoadPolicy {
     fn name(&self) -> &'static str {
-        NAME
+        POLICY_NAME
     }
 
     fn telemetry_level(&self) -> TelemetryLevel {
@@ -38,7 +38,7 @@ impl Policy for BoundedLoadPolicy {
         true
     }
 
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let shares = pool.new_connection_shares();
         let below_bound_positions = positions_below_bound(
             &LoadMetric::Connections.server_loads(pool),
@@ -59,7 +59,7 @@ fn positions_below_bound(open_connection_counts: &[f64], shares: &[f64]) -> Vec<
     let connections_per_share = (open_connection_counts.iter().sum::<f64>() + 1.0) / shares.iter().sum::<f64>();
     (0..open_connection_counts.len())
         .filter(|position| {
-            open_connection_counts[*position] < BALANCE_FACTOR * connections_per_share * shares[*position]
+            open_connection_counts[*position] < LOAD_BOUND_FACTOR * connections_per_share * shares[*position]
         })
         .collect()
 }
@@ -72,12 +72,12 @@ mod tests {
 
     const BUCKET_COUNT: usize = 1024;
 
-    fn pool_with_connections(open_connections: &[u32]) -> Pool {
-        let server = |(position, open_connections): (usize, &u32)| PoolServer {
+    fn pool_with_connections(open_connections: &[u32]) -> ServerPool {
+        let build_pool_server = |(position, open_connections): (usize, &u32)| PoolServer {
             open_connection_count: *open_connections,
             ..PoolServer::new((position as u64 + 1).try_into().unwrap())
         };
-        Pool::new(open_connections.iter().enumerate().map(server).collect(), 1)
+        ServerPool::new(open_connections.iter().enumerate().map(build_pool_server).collect(), 1)
     }
 
     fn server_by_bucket(open_connections: &[u32]) -> Vec<u16> {
@@ -118,7 +118,7 @@ mod tests {
         for connection in 0..2_000u32 {
             let bucket = crate::placement::mix_hash(connection) as usize % BUCKET_COUNT;
             open_connections[usize::from(server_by_bucket(&open_connections)[bucket]) - 1] += 1;
-            let connection_bound = (BALANCE_FACTOR * f64::from(connection + 1) / 7.0).ceil();
+            let connection_bound = (LOAD_BOUND_FACTOR * f64::from(connection + 1) / 7.0).ceil();
             assert!(
                 open_connections.iter().all(|count| f64::from(*count) <= connection_bound),
                 "{open_connections:?}, bound {connection_bound}"

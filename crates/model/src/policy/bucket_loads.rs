@@ -16,7 +16,7 @@ const MAX_KEPT_LOADS: usize = 4 << 20;
 #[derive(Debug, Default)]
 pub struct BucketLoads {
     bucket_count: u32,
-    server_columns: Vec<ServerColumn>,
+    server_columns: Vec<ServerLoadColumn>,
     /// Loads by bucket, then by server as in `server_columns`. The list is empty if the loads would be too many.
     loads_by_bucket: Vec<f64>,
     /// Least loaded cores by bucket. The list is empty if cores are compared by another value than their load.
@@ -24,7 +24,7 @@ pub struct BucketLoads {
 }
 
 #[derive(Debug)]
-struct ServerColumn {
+struct ServerLoadColumn {
     server: ServerId,
     /// Loads and RSS of the server, or `None` if it counts with the neutral load, which depends on other servers.
     loads_and_rss: Option<(CoreLoads, Option<RssConfig>)>,
@@ -33,7 +33,7 @@ struct ServerColumn {
 impl BucketLoads {
     /// Updates the loads for `servers` of the group with RSS key `rss_key`. `needed_core_count` is the number of least
     /// loaded cores needed per bucket, or 0 if cores are compared by another value than their load.
-    pub fn update(
+    pub fn update_loads(
         &mut self,
         servers: &[&PoolServer],
         rss_key: &RssKey,
@@ -41,13 +41,13 @@ impl BucketLoads {
         neutral_load: f64,
         needed_core_count: usize,
     ) {
-        let is_column_of_server = |(column, server): (&ServerColumn, &&PoolServer)| column.server == server.id;
+        let is_column_of_server = |(column, server): (&ServerLoadColumn, &&PoolServer)| column.server == server.id;
         let are_columns_current = self.server_columns.len() == servers.len()
             && self.server_columns.iter().zip(servers).all(is_column_of_server);
         if !are_columns_current || self.bucket_count != bucket_count.get() {
             self.bucket_count = bucket_count.get();
             self.server_columns =
-                servers.iter().map(|server| ServerColumn { server: server.id, loads_and_rss: None }).collect();
+                servers.iter().map(|server| ServerLoadColumn { server: server.id, loads_and_rss: None }).collect();
             let load_count = servers.len() * bucket_count.get() as usize;
             self.loads_by_bucket.clear();
             self.loads_by_bucket.resize(if load_count <= MAX_KEPT_LOADS { load_count } else { 0 }, neutral_load);
@@ -76,12 +76,12 @@ impl BucketLoads {
         neutral_load: f64,
     ) {
         let column = &mut self.server_columns[server_position];
-        let core_loads = server.loads.as_ref().and_then(ServerLoads::cores).filter(|cores| !cores.is_empty());
+        let core_loads = server.loads.as_ref().and_then(ServerLoads::core_loads).filter(|cores| !cores.is_empty());
         let rss = server.rss.as_ref().filter(|rss| rss.key == *rss_key);
-        let is_unchanged = |(known_loads, known_rss): &(CoreLoads, Option<RssConfig>)| {
+        let is_server_unchanged = |(known_loads, known_rss): &(CoreLoads, Option<RssConfig>)| {
             core_loads.is_some_and(|cores| cores == known_loads) && known_rss.as_ref() == rss
         };
-        if column.loads_and_rss.as_ref().is_some_and(is_unchanged) {
+        if column.loads_and_rss.as_ref().is_some_and(is_server_unchanged) {
             return;
         }
         column.loads_and_rss = core_loads.map(|cores| (cores.clone(), rss.cloned()));
@@ -92,7 +92,11 @@ impl BucketLoads {
             if let Some(least_cores) = least_cores_by_bucket.get_mut(bucket) {
                 least_cores.update_core_of_source(
                     previous_load,
-                    RankedCore { load, core: ServerCore { server: server.id, core }, source: server_position as u32 },
+                    RankedCore {
+                        load,
+                        core: ServerCore { server: server.id, core },
+                        reporter_index: server_position as u32,
+                    },
                 );
             }
         });
@@ -108,7 +112,11 @@ impl BucketLoads {
         {
             let bucket_loads = &self.loads_by_bucket[bucket as usize * server_count..][..server_count];
             let ranked_core = |((source, load), server): ((u32, &f64), &&PoolServer)| {
-                std::iter::once(RankedCore { load: *load, core: reachable_core(server, rss_key, bucket), source })
+                std::iter::once(RankedCore {
+                    load: *load,
+                    core: reachable_core(server, rss_key, bucket),
+                    reporter_index: source,
+                })
             };
             least_cores.refill_from_all_sources((0..).zip(bucket_loads).zip(servers).map(ranked_core));
         }
@@ -138,7 +146,7 @@ fn for_each_reachable_core(
     mut visit_core: impl FnMut(usize, u16, f64),
 ) {
     let queues = rss.map(|rss| rss.indirection_table.queue_by_entry());
-    match (server.loads.as_ref().and_then(ServerLoads::cores), queues) {
+    match (server.loads.as_ref().and_then(ServerLoads::core_loads), queues) {
         // Each bucket reaches one entry, so this loop gives the result of `reachable_core_or_mean_load` without its
         // divisions.
         (Some(cores), Some(queues)) if queues.len() <= bucket_count.get() as usize => {

@@ -4,7 +4,7 @@
 use crate::ServerId;
 use crate::placement::mix_hash;
 
-pub const NAME: &str = "consistent-hash";
+pub const POLICY_NAME: &str = "consistent-hash";
 
 /// Number of points of each server on the ring. The standard deviation of the servers' shares is 1 / sqrt(64) = 12.5 %.
 /// With 468 servers and 70,000 connections, the fullest server is about twice as far above the mean as with a uniform

@@ -4,11 +4,11 @@
 
 use super::groups::{fill_table_candidates, rss_groups};
 use super::policy_cache::PolicyCache;
-use super::{Policy, Pool, independent_hash_key, modulo_placement_table, table_with_consistent_servers};
+use super::{Policy, ServerPool, independent_hash_key, modulo_placement_table, table_with_consistent_servers};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
-pub const NAME: &str = "crossrss";
+pub const POLICY_NAME: &str = "crossrss";
 
 pub struct CrossRssPolicy {
     hash_key: RssKey,
@@ -23,14 +23,14 @@ impl CrossRssPolicy {
 
 impl Policy for CrossRssPolicy {
     fn name(&self) -> &'static str {
-        NAME
+        POLICY_NAME
     }
 
     fn max_candidates_per_bucket(&self, _buckets: BucketCount) -> usize {
         1
     }
 
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         core_aware_table(
             pool,
             bucket_count,
@@ -47,7 +47,7 @@ impl Policy for CrossRssPolicy {
 /// the numbers of eligible servers and of groups. Before the first report, a table with one candidate per bucket is a
 /// modulo table. With several candidates, the data plane balances by counting assignments.
 pub fn core_aware_table(
-    pool: &Pool,
+    pool: &ServerPool,
     bucket_count: BucketCount,
     generation: u64,
     fallback_key: &RssKey,

@@ -29,13 +29,13 @@ use coreward_intf as intf;
 use super::crossrss::core_aware_table;
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::PolicyCache;
-use super::{LoadHistogram, Policy, Pool, ServerClass, ServerLoads, TelemetryLevel, independent_hash_key};
+use super::{LoadHistogram, Policy, ServerClass, ServerLoads, ServerPool, TelemetryLevel, independent_hash_key};
 use crate::ServerId;
 use crate::load::{CoreLoads, load_to_fixed_point};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
-pub const NAME: &str = "crossrss-plus";
+pub const POLICY_NAME: &str = "crossrss-plus";
 
 /// Ratio of the load that the connections of one interval count for to the sum of the cores' deficits. A factor of 1
 /// would suffice if loads stayed until new connections come, but loads that change fast then overshoot
@@ -66,7 +66,7 @@ enum ConnectionCost {
 pub struct CrossRssPlusPolicy {
     hash_key: RssKey,
     connection_cost: ConnectionCost,
-    recent_loads: RecentLoads,
+    recent_loads: RecentCoreLoads,
     pub(super) cache: PolicyCache,
 }
 
@@ -86,14 +86,14 @@ impl CrossRssPlusPolicy {
         Self {
             hash_key: independent_hash_key(seed),
             connection_cost,
-            recent_loads: RecentLoads::default(),
+            recent_loads: RecentCoreLoads::default(),
             cache: PolicyCache::default(),
         }
     }
 }
 
 impl ConnectionCost {
-    fn compute_cost(&mut self, pool: &Pool, cache: &mut PolicyCache) -> f64 {
+    fn compute_cost(&mut self, pool: &ServerPool, cache: &mut PolicyCache) -> f64 {
         match self {
             ConnectionCost::FractionOfMeanLoad(share) => *share * pool.load_per_connection(),
             ConnectionCost::Deficit { smoothed_connection_count: smoothed_opened_count } => {
@@ -113,7 +113,7 @@ impl ConnectionCost {
                 let load_to_assign = if pool.counts_placements_as_requests {
                     pool.total_load()
                 } else {
-                    DEFICIT_FILL_FACTOR * total_deficit(pool, cache)
+                    DEFICIT_FILL_FACTOR * total_load_deficit(pool, cache)
                 };
                 load_to_assign / new_smoothed_count.max(1.0)
             }
@@ -123,18 +123,18 @@ impl ConnectionCost {
 
 /// Returns the sum of the cores' deficits, by which they are below their target load, in units of a core of usual
 /// speed.
-fn total_deficit(pool: &Pool, cache: &mut PolicyCache) -> f64 {
+fn total_load_deficit(pool: &ServerPool, cache: &mut PolicyCache) -> f64 {
     let normalized_load = NormalizedLoad::for_pool(pool);
-    let class_deficit = |(class, histogram): (&ServerClass, &LoadHistogram)| {
+    let class_load_deficit = |(class, histogram): (&ServerClass, &LoadHistogram)| {
         let (level, speed) = normalized_load.target_load_and_relative_speed(*class);
         speed * histogram.load_missing_to_target(level)
     };
-    cache.load_histograms(pool).iter().map(class_deficit).sum()
+    cache.load_histograms(pool).iter().map(class_load_deficit).sum()
 }
 
 /// Average loads of all servers' cores over recent reports.
 #[derive(Default)]
-struct RecentLoads {
+struct RecentCoreLoads {
     servers: Vec<RecentServerLoads>,
 }
 
@@ -156,7 +156,7 @@ impl RecentServerLoads {
     }
 
     /// Updates the averages. `has_new_load` is true if the loads are from a new report.
-    fn update(&mut self, loads: &CoreLoads, has_new_load: bool) {
+    fn update_recent_loads(&mut self, loads: &CoreLoads, has_new_load: bool) {
         if !has_new_load && self.newest_loads == *loads {
             return;
         }
@@ -172,10 +172,10 @@ impl RecentServerLoads {
     }
 }
 
-impl RecentLoads {
+impl RecentCoreLoads {
     /// Updates the averages, and returns the pool with the mean of newest and recent loads, as rack controllers do.
-    fn with_smoothed_loads<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
-        if !pool.totals().has_local_reports {
+    fn with_smoothed_loads<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
+        if !pool.pool_totals().has_local_reports {
             self.servers.clear();
             return Cow::Borrowed(pool);
         }
@@ -187,7 +187,7 @@ impl RecentLoads {
             while previous_servers.next_if(|previous_server| previous_server.id < server.id).is_some() {}
             let known_server = previous_servers.next_if(|previous_server| previous_server.id == server.id);
             let mut recent_server = known_server.unwrap_or_else(|| RecentServerLoads::new(server.id, loads));
-            recent_server.update(loads, server.has_new_load);
+            recent_server.update_recent_loads(loads, server.has_new_load);
             *loads = recent_server.newest_and_recent_mean_loads.clone();
             self.servers.push(recent_server);
         }
@@ -203,14 +203,14 @@ fn max_candidates_for_table_size(bucket_count: BucketCount, group_count: usize) 
 
 impl Policy for CrossRssPlusPolicy {
     fn name(&self) -> &'static str {
-        NAME
+        POLICY_NAME
     }
 
     fn telemetry_level(&self) -> TelemetryLevel {
         TelemetryLevel::Connections
     }
 
-    fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
+    fn preprocess<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
         self.recent_loads.with_smoothed_loads(pool)
     }
 
@@ -218,7 +218,7 @@ impl Policy for CrossRssPlusPolicy {
         max_candidates_for_table_size(bucket_count, 1)
     }
 
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let pool = &*self.preprocess(pool);
         let cache = &mut self.cache;
         let candidates_per_bucket = |server_count: usize, group_count: usize| {

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 use super::bucket_loads::{BucketLoads, reachable_core, reachable_core_or_mean_load};
 use super::normalized_load::NormalizedLoad;
-use super::policy_cache::{CachedGroup, PolicyCache};
-use super::rack_aggregate::RackAggregate;
-use super::{CandidateList, Pool, PoolServer, ServerLoads};
+use super::policy_cache::{CachedRssGroup, PolicyCache};
+use super::rack_aggregate::RackSummaryAggregate;
+use super::{BucketCandidateList, PoolServer, ServerLoads, ServerPool};
 use crate::load::load_to_fixed_point;
 use crate::placement::{BucketCount, CandidateCore, PlacementTable, ServerCore};
 use crate::rss::RssKey;
@@ -36,7 +36,7 @@ impl<'a> RssGroup<'a> {
 /// Returns the eligible servers by RSS key, in at most `MAX_RSS_GROUPS` groups. The largest group is first, and groups
 /// of equal size are in the order of their lowest ids. All other servers are in the first group's
 /// `servers_without_core_loads`. `fallback_key` is the key of a pool without known RSS.
-pub fn rss_groups<'a>(pool: &'a Pool, fallback_key: &RssKey) -> Vec<RssGroup<'a>> {
+pub fn rss_groups<'a>(pool: &'a ServerPool, fallback_key: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
     let mut servers_without_group = Vec::new();
     for server in pool.eligible_servers() {
@@ -70,7 +70,7 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback_key: &RssKey) -> Vec<RssGroup<'a>
 }
 
 /// Returns the number of different RSS keys among the eligible servers.
-pub fn rss_key_count(pool: &Pool) -> usize {
+pub fn rss_key_count(pool: &ServerPool) -> usize {
     let mut keys: Vec<&RssKey> = Vec::new();
     for rss in pool.eligible_servers().filter_map(|server| server.rss.as_ref()) {
         if !keys.contains(&&rss.key) {
@@ -149,7 +149,7 @@ pub fn fill_table_candidates(
     table: &mut PlacementTable,
     groups: &[RssGroup<'_>],
     bucket_count: BucketCount,
-    pool: &Pool,
+    pool: &ServerPool,
     candidates_per_bucket: usize,
     cache: &mut PolicyCache,
 ) {
@@ -159,17 +159,17 @@ pub fn fill_table_candidates(
     table.rss_key_by_group = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = candidates_per_bucket as u32;
     table.candidates.reserve(groups.len() * bucket_count.get() as usize * candidates_per_bucket);
-    cache.groups.resize_with(groups.len(), CachedGroup::default);
+    cache.groups.resize_with(groups.len(), CachedRssGroup::default);
     for (group, cached_group) in groups.iter().zip(&mut cache.groups) {
         let local_servers =
             LocalServers::new(&reachable_cores, group, &mut cached_group.bucket_loads, candidates_per_bucket);
         let rack_cores =
-            RackCores::new(&reachable_cores, group, &mut cached_group.rack_aggregate, candidates_per_bucket);
+            RackCandidateCores::new(&reachable_cores, group, &mut cached_group.rack_aggregate, candidates_per_bucket);
         for bucket in 0..bucket_count.get() {
             let bucket_cores = if has_no_loads {
                 reachable_cores.rotated_cores_of_bucket(group, bucket)
             } else {
-                reachable_cores.least_cores(&local_servers, &rack_cores, bucket, candidates_per_bucket)
+                reachable_cores.find_least_cores(&local_servers, &rack_cores, bucket, candidates_per_bucket)
             };
             for position in 0..candidates_per_bucket {
                 let (core, compared_value) = bucket_cores[position.min(bucket_cores.len() - 1)];
@@ -210,11 +210,11 @@ impl<'a, 'g> LocalServers<'a, 'g> {
         let has_slow_start = servers.iter().any(|server| server.slow_start_fraction < 1.0);
         // The cores that a bucket keeps are in the order of loads alone.
         let kept_least_core_count =
-            if cores.normalized_load.is_uniform() && !has_slow_start { needed_core_count } else { 0 };
-        bucket_loads.update(&servers, &group.key, cores.bucket_count, cores.neutral_load, kept_least_core_count);
+            if cores.normalized_load.has_uniform_servers() && !has_slow_start { needed_core_count } else { 0 };
+        bucket_loads.update_loads(&servers, &group.key, cores.bucket_count, cores.neutral_load, kept_least_core_count);
         let target_load_and_speed =
             |server: &&PoolServer| cores.normalized_load.target_load_and_relative_speed(server.server_class());
-        let target_loads_and_speeds = if cores.normalized_load.is_uniform() {
+        let target_loads_and_speeds = if cores.normalized_load.has_uniform_servers() {
             Vec::new()
         } else {
             servers.iter().map(target_load_and_speed).collect()
@@ -224,23 +224,23 @@ impl<'a, 'g> LocalServers<'a, 'g> {
 }
 
 /// Cores of a group whose loads come from racks' summaries.
-struct RackCores<'a, 'g> {
-    candidate_lists: Vec<&'a CandidateList>,
+struct RackCandidateCores<'a, 'g> {
+    candidate_lists: Vec<&'a BucketCandidateList>,
     /// Least loaded cores of all racks, or `None` if cores are compared by another value than their load.
-    least_cores: Option<&'g RackAggregate>,
+    least_cores: Option<&'g RackSummaryAggregate>,
 }
 
-impl<'a, 'g> RackCores<'a, 'g> {
+impl<'a, 'g> RackCandidateCores<'a, 'g> {
     fn new(
         cores: &ReachableCores<'a>,
         group: &RssGroup<'_>,
-        rack_aggregate: &'g mut RackAggregate,
+        rack_aggregate: &'g mut RackSummaryAggregate,
         needed_core_count: usize,
     ) -> Self {
-        let candidate_lists: Vec<&CandidateList> = cores.pool.candidate_lists(&group.key).collect();
-        let is_compared_by_load = cores.normalized_load.is_uniform() && !candidate_lists.is_empty();
+        let candidate_lists: Vec<&BucketCandidateList> = cores.pool.candidate_lists(&group.key).collect();
+        let is_compared_by_load = cores.normalized_load.has_uniform_servers() && !candidate_lists.is_empty();
         if is_compared_by_load {
-            rack_aggregate.update(&cores.pool.racks, &group.key, cores.bucket_count, needed_core_count);
+            rack_aggregate.update_summaries(&cores.pool.racks, &group.key, cores.bucket_count, needed_core_count);
         }
         Self { candidate_lists, least_cores: is_compared_by_load.then_some(rack_aggregate) }
     }
@@ -248,7 +248,7 @@ impl<'a, 'g> RackCores<'a, 'g> {
 
 /// Cores that the connections of each bucket reach, with their loads.
 struct ReachableCores<'a> {
-    pool: &'a Pool,
+    pool: &'a ServerPool,
     bucket_count: BucketCount,
     neutral_load: f64,
     normalized_load: NormalizedLoad,
@@ -257,7 +257,7 @@ struct ReachableCores<'a> {
 }
 
 impl<'a> ReachableCores<'a> {
-    fn new(pool: &'a Pool, bucket_count: BucketCount) -> Self {
+    fn new(pool: &'a ServerPool, bucket_count: BucketCount) -> Self {
         let mut server_in_rack_by_id = Vec::new();
         let mut servers_in_racks =
             pool.eligible_servers().filter(|server| has_loads_in_rack_summary(server)).peekable();
@@ -278,10 +278,10 @@ impl<'a> ReachableCores<'a> {
     }
 
     /// Returns the least loaded cores that take part in the bucket, each with its compared value.
-    fn least_cores(
+    fn find_least_cores(
         &self,
         local_servers: &LocalServers<'_, '_>,
-        rack_cores: &RackCores<'_, '_>,
+        rack_cores: &RackCandidateCores<'_, '_>,
         bucket: u32,
         max_core_count: usize,
     ) -> Vec<(ServerCore, f64)> {
@@ -290,14 +290,14 @@ impl<'a> ReachableCores<'a> {
         self.insert_rack_cores(rack_cores, bucket, &mut least_cores);
         if least_cores.least_cores.is_empty() {
             for server in local_servers.group.all_servers() {
-                let (core, load) = self.core_and_load(local_servers.group, server, bucket);
+                let (core, load) = self.reachable_core_and_load(local_servers.group, server, bucket);
                 least_cores.insert_if_least(EXCLUDED_CORE_VALUE, load, ServerCore { server: server.id, core });
             }
         }
         least_cores.cores_with_loads().map(|(core, _, compared_value)| (core, compared_value)).collect()
     }
 
-    fn insert_rack_cores(&self, rack_cores: &RackCores<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
+    fn insert_rack_cores(&self, rack_cores: &RackCandidateCores<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
         // The rack may not know yet that a server takes no new connections, or only some.
         let participating_server = |core: &ServerCore| {
             let server = self.server_in_rack_by_id.get(usize::from(core.server.get())).copied().flatten();
@@ -317,10 +317,10 @@ impl<'a> ReachableCores<'a> {
             }
         }
         for list in &rack_cores.candidate_lists {
-            for (core, load) in list.bucket(bucket) {
+            for (core, load) in list.candidates_of_bucket(bucket) {
                 let Some(server) = participating_server(core) else { continue };
                 if !least_cores.insert_if_least(
-                    self.normalized_load.compared_value(server.server_class(), *load),
+                    self.normalized_load.compared_load(server.server_class(), *load),
                     *load,
                     *core,
                 ) {
@@ -344,7 +344,7 @@ impl<'a> ReachableCores<'a> {
                 computed_loads = local_servers
                     .servers
                     .iter()
-                    .map(|server| self.core_and_load(local_servers.group, server, bucket).1)
+                    .map(|server| self.reachable_core_and_load(local_servers.group, server, bucket).1)
                     .collect();
                 &computed_loads
             }
@@ -373,8 +373,8 @@ impl<'a> ReachableCores<'a> {
     /// buckets.
     fn rotated_cores_of_bucket(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(ServerCore, f64)> {
         let core_and_load_at = |server: &PoolServer| {
-            let (core, load) = self.core_and_load(group, server, bucket);
-            (ServerCore { server: server.id, core }, self.normalized_load.compared_value(server.server_class(), load))
+            let (core, load) = self.reachable_core_and_load(group, server, bucket);
+            (ServerCore { server: server.id, core }, self.normalized_load.compared_load(server.server_class(), load))
         };
         let mut bucket_cores: Vec<(ServerCore, f64)> =
             self.servers_in_bucket(group, bucket).map(core_and_load_at).collect();
@@ -392,7 +392,7 @@ impl<'a> ReachableCores<'a> {
         group.all_servers().filter(move |server| self.pool.takes_part_in_bucket(server, bucket))
     }
 
-    fn core_and_load(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
+    fn reachable_core_and_load(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
         let rss = server.rss.as_ref().filter(|rss| rss.key == group.key);
         reachable_core_or_mean_load(server, rss, bucket, self.bucket_count, self.neutral_load)
     }
@@ -406,14 +406,14 @@ fn has_loads_in_rack_summary(server: &PoolServer) -> bool {
 mod tests {
     use super::*;
     use crate::ServerId;
-    use crate::placement::{PlacementRule, PlacementState};
+    use crate::placement::{PlacementRule, PlacementTableState};
     use crate::policy::crossrss::core_aware_table;
     use crate::rss::{IndirectionTable, RssConfig};
 
     const SERVER_COUNT: u64 = 4;
 
     /// Returns a pool whose last server is idle, has an RSS key of its own, and takes part in some buckets only.
-    fn pool_with_two_rss_groups(has_loads: bool, slow_start_fraction: f64) -> Pool {
+    fn pool_with_two_rss_groups(has_loads: bool, slow_start_fraction: f64) -> ServerPool {
         let servers = (0..SERVER_COUNT).map(|number| {
             let is_last = number == SERVER_COUNT - 1;
             let key = RssKey::new(&[if is_last { 0xaa } else { 0x6d }; 40]).unwrap();
@@ -425,21 +425,21 @@ mod tests {
                 ..PoolServer::new(ServerId::try_from(number).unwrap())
             }
         });
-        Pool::new(servers.collect(), 1)
+        ServerPool::new(servers.collect(), 1)
     }
 
     /// Returns the last server's fraction of all connections.
-    fn last_server_connection_fraction(pool: &Pool, rule: PlacementRule, candidates_per_bucket: usize) -> f64 {
+    fn last_server_connection_fraction(pool: &ServerPool, rule: PlacementRule, candidates_per_bucket: usize) -> f64 {
         const CONNECTION_COUNT: u32 = 20_000;
         let (key, mut cache) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
         let bucket_count = BucketCount::new(1024).unwrap();
         let table = core_aware_table(pool, bucket_count, 1, &key, rule, |_, _| candidates_per_bucket, &mut cache);
         assert_eq!(table.rss_key_by_group.len(), 2);
-        let mut state = PlacementState::for_table(&table);
+        let mut state = PlacementTableState::for_table(&table);
         let last_server = ServerId::try_from(SERVER_COUNT - 1).unwrap();
         let connections_of_last_server = (0..CONNECTION_COUNT).filter(|number| {
-            let hash = |group: usize| number.wrapping_mul(0x9e37_79b1).rotate_left(11 * group as u32);
-            table.select_server_by_hash(&mut state, hash) == Some(last_server)
+            let hash_for_group = |group: usize| number.wrapping_mul(0x9e37_79b1).rotate_left(11 * group as u32);
+            table.select_server_by_hash(&mut state, hash_for_group) == Some(last_server)
         });
         connections_of_last_server.count() as f64 / f64::from(CONNECTION_COUNT)
     }

@@ -4,7 +4,7 @@
 use super::wrr_schedule::evenly_spread_positions;
 use crate::ServerId;
 
-pub const NAME: &str = "hash";
+pub const POLICY_NAME: &str = "hash";
 
 /// Returns the server of each of `bucket_count` buckets, as a position among `server_count` servers. The list is empty
 /// without servers.
@@ -26,14 +26,14 @@ mod tests {
 
     #[test]
     fn equal_weights_use_the_bucket_modulo_and_others_are_proportional() {
-        let table = |shares: &[f64], size: usize| {
+        let build_table = |shares: &[f64], size: usize| {
             let servers: Vec<_> =
                 shares.iter().enumerate().map(|(id, share)| (ServerId::try_from(id as u64).unwrap(), *share)).collect();
             weighted_modulo_table(&servers, size)
         };
-        assert_eq!(table(&[7.0, 7.0, 7.0], 7), modulo_table(3, 7));
-        let unequal_table = table(&[3.0, 1.0], 128);
+        assert_eq!(build_table(&[7.0, 7.0, 7.0], 7), modulo_table(3, 7));
+        let unequal_table = build_table(&[3.0, 1.0], 128);
         assert_eq!(unequal_table.iter().filter(|position| **position == 0).count(), 96);
-        assert!(table(&[], 128).is_empty());
+        assert!(build_table(&[], 128).is_empty());
     }
 }

@@ -14,7 +14,7 @@
 use coreward_intf as intf;
 
 use super::{
-    LoadMetric, Policy, Pool, TelemetryLevel, independent_hash_key, table_with_consistent_servers,
+    LoadMetric, Policy, ServerPool, TelemetryLevel, independent_hash_key, table_with_consistent_servers,
     table_without_candidates,
 };
 use crate::ServerId;
@@ -59,7 +59,7 @@ impl LeastPolicy {
     }
 
     /// Returns the fixed-point load of each eligible server, by id, and the fixed-point cost of one connection.
-    fn fixed_point_loads_and_cost(&self, pool: &Pool) -> (Vec<u32>, u32) {
+    fn fixed_point_loads_and_cost(&self, pool: &ServerPool) -> (Vec<u32>, u32) {
         let metric_values = self.metric.server_loads(pool);
         let metric_value_per_connection = self.metric_value_per_connection(pool, &metric_values);
         let compared_values = compared_values(
@@ -78,7 +78,7 @@ impl LeastPolicy {
         (compared_values.iter().map(|load| (load * fixed_point_scale) as u32).collect(), fixed_point_cost)
     }
 
-    fn metric_value_per_connection(&self, pool: &Pool, metric_values: &[f64]) -> f64 {
+    fn metric_value_per_connection(&self, pool: &ServerPool, metric_values: &[f64]) -> f64 {
         if self.metric == LoadMetric::Connections {
             return 1.0;
         }
@@ -128,7 +128,7 @@ impl Policy for LeastPolicy {
         self.metric != LoadMetric::Cpu
     }
 
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let mut table = table_without_candidates(
             pool,
             PlacementRule::LeastAssigned,
@@ -144,7 +144,7 @@ impl Policy for LeastPolicy {
 impl LeastPolicy {
     /// Returns a table with candidates but without consistent servers. A load balancer takes candidates from it to
     /// replace those whose loads are too old.
-    pub fn candidate_table(&self, pool: &Pool, bucket_count: BucketCount) -> PlacementTable {
+    pub fn build_candidate_table(&self, pool: &ServerPool, bucket_count: BucketCount) -> PlacementTable {
         let mut table = table_with_consistent_servers(
             pool,
             PlacementRule::LeastAssigned,
@@ -157,7 +157,7 @@ impl LeastPolicy {
         table
     }
 
-    fn add_candidates(&self, table: &mut PlacementTable, pool: &Pool) {
+    fn add_candidates(&self, table: &mut PlacementTable, pool: &ServerPool) {
         if table.members.is_empty() {
             return;
         }
@@ -205,7 +205,7 @@ fn move_sample_to_front(candidates: &mut [CandidateCore], sample_size: usize, rn
     }
 }
 
-fn takes_part_in_bucket(pool: &Pool, id: ServerId, bucket: u32) -> bool {
+fn takes_part_in_bucket(pool: &ServerPool, id: ServerId, bucket: u32) -> bool {
     let server = pool.servers().binary_search_by_key(&id, |server| server.id).map(|position| &pool.servers()[position]);
     server.is_ok_and(|server| pool.takes_part_in_bucket(server, bucket))
 }
@@ -231,15 +231,15 @@ fn fixed_point_connection_load(largest_value: f64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::placement::PlacementState;
+    use crate::placement::PlacementTableState;
     use crate::policy::{PoolServer, ServerWeight, TrafficRates};
 
-    fn pool_with_connections(open_connections: &[u32], load_balancer_count: u32) -> Pool {
-        let server = |(position, open_connections): (usize, &u32)| PoolServer {
+    fn pool_with_connections(open_connections: &[u32], load_balancer_count: u32) -> ServerPool {
+        let build_pool_server = |(position, open_connections): (usize, &u32)| PoolServer {
             open_connection_count: *open_connections,
             ..PoolServer::new((position as u64 + 1).try_into().unwrap())
         };
-        Pool::new(open_connections.iter().enumerate().map(server).collect(), load_balancer_count)
+        ServerPool::new(open_connections.iter().enumerate().map(build_pool_server).collect(), load_balancer_count)
     }
 
     #[test]
@@ -283,9 +283,9 @@ mod tests {
         servers: &[PoolServer],
         new_connection_count: u32,
     ) -> Vec<u32> {
-        let pool = Pool::new(servers.to_vec(), 1).with_opened_connections(new_connection_count.into());
+        let pool = ServerPool::new(servers.to_vec(), 1).with_opened_connections(new_connection_count.into());
         let table = policy.compute_table(&pool, BucketCount::PAPER_VALUE, 1);
-        let mut state = PlacementState::for_table(&table);
+        let mut state = PlacementTableState::for_table(&table);
         let mut open_connections: Vec<u32> = servers.iter().map(|server| server.open_connection_count).collect();
         for hash in 0..new_connection_count {
             let selected_server = table.select_server_by_hash(&mut state, |_| hash).unwrap();
@@ -316,16 +316,20 @@ mod tests {
 
     #[test]
     fn each_metric_selects_the_server_with_the_lowest_value() {
-        let server = |id: u64, packets: f64, bytes: f64, load: f64| PoolServer {
+        let build_pool_server = |id: u64, packets: f64, bytes: f64, load: f64| PoolServer {
             open_connection_count: 10,
             traffic: Some(TrafficRates { packets_per_second: packets, bytes_per_second: bytes }),
             loads: Some(vec![load].into()),
             ..PoolServer::new(id.try_into().unwrap())
         };
-        let servers = [server(1, 10.0, 500.0, 0.9), server(2, 50.0, 100.0, 0.5), server(3, 90.0, 900.0, 0.1)];
+        let servers = [
+            build_pool_server(1, 10.0, 500.0, 0.9),
+            build_pool_server(2, 50.0, 100.0, 0.5),
+            build_pool_server(3, 90.0, 900.0, 0.1),
+        ];
         for (metric, least) in [(LoadMetric::Packets, 1), (LoadMetric::Bytes, 2), (LoadMetric::Cpu, 3)] {
             let table = LeastPolicy::with_metric(metric, 1).compute_table(
-                &Pool::new(servers.to_vec(), 1),
+                &ServerPool::new(servers.to_vec(), 1),
                 BucketCount::PAPER_VALUE,
                 1,
             );
@@ -334,7 +338,7 @@ mod tests {
         }
         // Thirty connections bring 150 packets a second, five each.
         let table = LeastPolicy::with_metric(LoadMetric::Packets, 1).compute_table(
-            &Pool::new(servers.to_vec(), 1),
+            &ServerPool::new(servers.to_vec(), 1),
             BucketCount::PAPER_VALUE,
             1,
         );

@@ -16,7 +16,7 @@ pub struct RankedCore {
     pub load: f64,
     pub core: ServerCore,
     /// Index of the server or rack that reported the core's load.
-    pub source: u32,
+    pub reporter_index: u32,
 }
 
 impl RankedCore {
@@ -31,21 +31,21 @@ pub struct LeastLoadedCores(Vec<RankedCore>);
 
 /// Last kept core before a removal. Only cores of the removed source, and kept cores, precede it.
 #[derive(Debug, Clone, Copy)]
-pub struct InsertionBound(RankedCore);
+pub struct CoreInsertionBound(RankedCore);
 
 impl LeastLoadedCores {
     /// Removes the cores of a source (a server or a rack). Returns the bound for later insertions, or `None` if the
     /// list was empty.
     #[inline]
-    pub fn remove_source(&mut self, source: u32) -> Option<InsertionBound> {
-        let insertion_bound = InsertionBound(*self.0.last()?);
-        self.0.retain(|ranked_core| ranked_core.source != source);
+    pub fn remove_source(&mut self, source: u32) -> Option<CoreInsertionBound> {
+        let insertion_bound = CoreInsertionBound(*self.0.last()?);
+        self.0.retain(|ranked_core| ranked_core.reporter_index != source);
         Some(insertion_bound)
     }
 
     /// Inserts a core of the removed source if it precedes `insertion_bound`, and returns whether it does.
     #[inline]
-    pub fn insert_core(&mut self, insertion_bound: InsertionBound, new_core: RankedCore) -> bool {
+    pub fn insert_core(&mut self, insertion_bound: CoreInsertionBound, new_core: RankedCore) -> bool {
         let is_before_bound = new_core.precedes(&insertion_bound.0);
         if is_before_bound {
             let insert_index = self.0.partition_point(|ranked_core| ranked_core.precedes(&new_core));
@@ -61,7 +61,7 @@ impl LeastLoadedCores {
         if self.0.last().is_some_and(|last| previous_load > last.load && new_core.load > last.load) {
             return;
         }
-        if let Some(insertion_bound) = self.remove_source(new_core.source) {
+        if let Some(insertion_bound) = self.remove_source(new_core.reporter_index) {
             self.insert_core(insertion_bound, new_core);
         }
     }
@@ -102,7 +102,7 @@ mod tests {
 
     fn ranked_core(position: usize, load: f64) -> RankedCore {
         let server = ServerId::try_from((position as u64 * 37) % 61).unwrap();
-        RankedCore { load, core: ServerCore { server, core: 0 }, source: position as u32 }
+        RankedCore { load, core: ServerCore { server, core: 0 }, reporter_index: position as u32 }
     }
 
     /// Checks that the kept cores are the first ones in the order of all cores.
@@ -142,7 +142,8 @@ mod tests {
         ) {
             let sorted_rack_cores = |rack: usize, twentieths: &[u32]| {
                 let rack_cores = twentieths.iter().enumerate().map(|(index, twentieths)| {
-                    RankedCore { source: rack as u32, ..ranked_core(rack * 4 + index, f64::from(*twentieths) / 20.0) }
+                    let core = ranked_core(rack * 4 + index, f64::from(*twentieths) / 20.0);
+                    RankedCore { reporter_index: rack as u32, ..core }
                 });
                 let mut sorted_cores: Vec<RankedCore> = rack_cores.collect();
                 sorted_cores.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));

@@ -1,6 +1,6 @@
 //! Metrics by which policies compare servers.
 
-use super::{Pool, PoolServer};
+use super::{PoolServer, ServerPool};
 
 /// Metric by which policies compare the loads of servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl LoadMetric {
 
     /// Returns the metric's value for each eligible server, by id. A server without data has the mean of the other
     /// servers.
-    pub fn server_loads(self, pool: &Pool) -> Vec<f64> {
+    pub fn server_loads(self, pool: &ServerPool) -> Vec<f64> {
         let neutral_load = pool.neutral_load();
         let known_metric_value = |server: &PoolServer| match self {
             LoadMetric::Connections => Some(f64::from(server.open_connection_count)),
@@ -42,11 +42,11 @@ impl LoadMetric {
 
     /// Returns the share relative to which each eligible server's value is compared. A server with twice the share may
     /// have twice the value. Capacity does not count for core loads, because they are relative to it already.
-    pub fn comparison_shares(self, pool: &Pool) -> Vec<f64> {
+    pub fn comparison_shares(self, pool: &ServerPool) -> Vec<f64> {
         let weights = pool.eligible_servers().map(|server| f64::from(server.weight.get()));
         match self {
             LoadMetric::Cpu => weights.collect(),
-            _ => weights.zip(pool.capacities()).map(|(weight, capacity)| weight * capacity).collect(),
+            _ => weights.zip(pool.server_capacities()).map(|(weight, capacity)| weight * capacity).collect(),
         }
     }
 }

@@ -28,7 +28,7 @@ impl From<Vec<f64>> for ServerLoads {
 
 impl ServerLoads {
     /// Returns the load of each core, or `None` if only the sum is known.
-    pub fn cores(&self) -> Option<&CoreLoads> {
+    pub fn core_loads(&self) -> Option<&CoreLoads> {
         match self {
             ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => Some(cores),
             ServerLoads::Aggregated { .. } => None,
@@ -37,7 +37,7 @@ impl ServerLoads {
 
     /// Returns the sum of all cores' loads, added in order so that the controller and rack controllers get the same
     /// number.
-    pub fn sum(&self) -> f64 {
+    pub fn load_sum(&self) -> f64 {
         match self {
             ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => cores.load_sum(),
             ServerLoads::Aggregated { sum, .. } => *sum,
@@ -53,8 +53,8 @@ impl ServerLoads {
     }
 
     /// Returns the mean load of all cores, or `None` if the server has no cores.
-    pub fn mean(&self) -> Option<f64> {
-        (self.core_count() > 0).then(|| self.sum() / f64::from(self.core_count()))
+    pub fn mean_load(&self) -> Option<f64> {
+        (self.core_count() > 0).then(|| self.load_sum() / f64::from(self.core_count()))
     }
 }
 
@@ -64,14 +64,14 @@ pub struct ServerClass {
     /// Weight of each server of the class.
     pub weight: ServerWeight,
     /// Speed of each core (above 0), relative to a core of usual speed.
-    pub speed: f64,
+    pub relative_core_speed: f64,
 }
 
 impl ServerClass {
     /// Returns integers that sort like weight and speed. The speed is a positive number, whose bits sort like its
     /// value.
     fn sort_key(&self) -> (u32, u64) {
-        (self.weight.get(), self.speed.to_bits())
+        (self.weight.get(), self.relative_core_speed.to_bits())
     }
 }
 
@@ -126,7 +126,7 @@ impl Eq for LoadHistogram {}
 
 /// Form in which rack controllers send a [`LoadHistogram`]. It has only the nonempty bins, in ascending order of load.
 /// These are a few hundred of 2,000, which saves memory and time with hundreds of racks.
-pub type HistogramBins = Vec<(u16, LoadBin)>;
+pub type LoadHistogramBins = Vec<(u16, LoadBin)>;
 
 /// Number of the cores in one bin, and the sum of their loads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -138,7 +138,7 @@ pub struct LoadBin {
 }
 
 impl LoadBin {
-    fn with_core(load: f64) -> Self {
+    fn with_core_load(load: f64) -> Self {
         Self { core_count: 1, load_sum: (load * LOAD_UNITS_PER_CORE) as u64 }
     }
 }
@@ -149,12 +149,13 @@ impl LoadHistogram {
 
     /// Adds a core with the load `load`.
     pub fn add_core(&mut self, load: f64) {
-        self.add_bin(bin_index(load), LoadBin::with_core(load));
+        self.add_bin(load_bin_index(load), LoadBin::with_core_load(load));
     }
 
     /// Removes a core that was added with the load `load`.
     pub fn remove_core(&mut self, load: f64) {
-        let (stored_bin, removed_bin) = (&mut self.bins[usize::from(bin_index(load))], LoadBin::with_core(load));
+        let (stored_bin, removed_bin) =
+            (&mut self.bins[usize::from(load_bin_index(load))], LoadBin::with_core_load(load));
         stored_bin.core_count -= removed_bin.core_count;
         stored_bin.load_sum -= removed_bin.load_sum;
     }
@@ -205,7 +206,7 @@ const fn load_prefix_bits(load: f64) -> u64 {
     load.to_bits() >> (MANTISSA_BITS - BIN_MANTISSA_BITS)
 }
 
-fn bin_index(load: f64) -> u16 {
+fn load_bin_index(load: f64) -> u16 {
     if load < MIN_DISTINCT_LOAD {
         return 0;
     }
@@ -228,7 +229,7 @@ mod tests {
     fn bin_indexes_grow_with_the_load() {
         let loads =
             [0.0, MIN_DISTINCT_LOAD / 2.0, MIN_DISTINCT_LOAD, 0.001, 0.5, 0.503, 0.504, 1.0, 15.9, 16.0, 4_000.0];
-        let bin_indexes = loads.map(bin_index);
+        let bin_indexes = loads.map(load_bin_index);
         assert!(
             bin_indexes.is_sorted()
                 && bin_indexes[0] == bin_indexes[1]
@@ -273,7 +274,7 @@ mod tests {
             let exact_missing_load: f64 = loads.iter().map(|load| (target_load - load).max(0.0)).sum();
             let missing_load = create_histogram(&loads).load_missing_to_target(target_load);
             let core_count_in_target_bin =
-                loads.iter().filter(|load| bin_index(**load) == bin_index(target_load)).count();
+                loads.iter().filter(|load| load_bin_index(**load) == load_bin_index(target_load)).count();
             let rounding_error = 1e-9 * loads.len() as f64;
             prop_assert!(missing_load <= exact_missing_load + rounding_error, "{missing_load} is more than \
                                                                                {exact_missing_load}");

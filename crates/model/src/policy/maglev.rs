@@ -5,7 +5,7 @@
 use crate::ServerId;
 use crate::placement::mix_hash;
 
-pub const NAME: &str = "maglev";
+pub const POLICY_NAME: &str = "maglev";
 
 /// Table size in the Maglev paper, a prime about a hundred times the number of servers in a moderate pool. The data
 /// plane's tables are smaller ([`BucketCount`](crate::placement::BucketCount)), but simulations can use this size.
@@ -25,8 +25,8 @@ pub fn weighted_maglev_table(servers: &[(ServerId, f64)], bucket_count: usize) -
         return Vec::new();
     }
     const FREE_BUCKET: usize = usize::MAX;
-    let mut bucket_orders: Vec<BucketOrder> =
-        servers.iter().map(|(server, _)| BucketOrder::for_server(*server, bucket_count)).collect();
+    let mut bucket_orders: Vec<MaglevBucketOrder> =
+        servers.iter().map(|(server, _)| MaglevBucketOrder::for_server(*server, bucket_count)).collect();
     let mut bucket_counts = vec![0.0; servers.len()];
     let mut server_position_by_bucket = vec![FREE_BUCKET; bucket_count];
     let mut free_bucket_count = bucket_count;
@@ -49,15 +49,15 @@ pub fn weighted_maglev_table(servers: &[(ServerId, f64)], bucket_count: usize) -
     unreachable!("the server of the largest share has a bucket in every round")
 }
 
-/// Iterator over buckets in the order in which a server takes them. It starts at an offset and advances by `skip`,
-/// modulo the number of buckets.
-struct BucketOrder {
+/// Iterator over buckets in the order in which a server takes them. It starts at an offset and advances by
+/// `bucket_skip`, modulo the number of buckets.
+struct MaglevBucketOrder {
     next_bucket: usize,
-    skip: usize,
+    bucket_skip: usize,
     bucket_count: usize,
 }
 
-impl BucketOrder {
+impl MaglevBucketOrder {
     fn for_server(server: ServerId, bucket_count: usize) -> Self {
         let hash = mix_hash(server.get().into());
         let next_bucket = (hash as u32) as usize % bucket_count;
@@ -67,16 +67,16 @@ impl BucketOrder {
         let skip = (first_skip..first_skip + bucket_count)
             .find(|skip| are_coprime(*skip, bucket_count))
             .expect("1 modulo the size is coprime");
-        Self { next_bucket, skip: skip % bucket_count, bucket_count }
+        Self { next_bucket, bucket_skip: skip % bucket_count, bucket_count }
     }
 }
 
-impl Iterator for BucketOrder {
+impl Iterator for MaglevBucketOrder {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
         let bucket = self.next_bucket;
-        self.next_bucket = (bucket + self.skip) % self.bucket_count;
+        self.next_bucket = (bucket + self.bucket_skip) % self.bucket_count;
         Some(bucket)
     }
 }
@@ -98,7 +98,7 @@ mod tests {
         for size in [1, 2, 7, 128, 1000, 65_537] {
             for server in server_ids(5) {
                 let mut is_visited = vec![false; size];
-                BucketOrder::for_server(server, size).take(size).for_each(|bucket| is_visited[bucket] = true);
+                MaglevBucketOrder::for_server(server, size).take(size).for_each(|bucket| is_visited[bucket] = true);
                 assert!(
                     is_visited.iter().all(|is_bucket_visited| *is_bucket_visited),
                     "{size} buckets, server {server}"

@@ -36,10 +36,10 @@ pub use groups::{RssGroup, rss_groups, rss_key_count};
 pub use hash::modulo_table;
 pub use least::LeastPolicy;
 pub use load_metric::{LoadMetric, TelemetryLevel};
-pub use loads::{HistogramBins, LoadBin, LoadHistogram, ServerClass, ServerLoads};
+pub use loads::{LoadBin, LoadHistogram, LoadHistogramBins, ServerClass, ServerLoads};
 pub use maglev::{PAPER_TABLE_SIZE as MAGLEV_PAPER_SIZE, maglev_table};
-pub use pool::{Pool, PoolServer, TrafficRates};
-pub use rack::{CandidateList, MAX_CANDIDATES, RackSummary, SummarizedServer};
+pub use pool::{PoolServer, ServerPool, TrafficRates};
+pub use rack::{BucketCandidateList, MAX_CANDIDATES, RackSummary, SummarizedServer};
 pub use weight::{ServerCapacity, ServerCapacityOutOfRange, ServerWeight, ServerWeightOutOfRange};
 
 use std::borrow::Cow;
@@ -49,7 +49,8 @@ use coreward_intf as intf;
 use crate::ServerId;
 use crate::load::load_to_fixed_point;
 use crate::placement::{
-    BucketCount, CandidateCore, PlacementRule, PlacementTable, ServerCore, TableMember, weighted_rendezvous_table,
+    BucketCount, CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, ServerCore,
+    weighted_rendezvous_table,
 };
 use crate::rss::{RssKey, seeded_rng};
 
@@ -81,7 +82,7 @@ pub trait Policy: Send {
 
     /// Returns the pool with the loads as this policy uses them. Callers call it once per table, where the load of each
     /// core is known. For servers in a rack, this is at the rack controller.
-    fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
+    fn preprocess<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
         Cow::Borrowed(pool)
     }
 
@@ -97,24 +98,30 @@ pub trait Policy: Send {
     }
 
     /// Returns the placement table for a pool, with this number of buckets and this generation number.
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable;
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable;
 }
 
 type PolicyFactory = fn(u64) -> Box<dyn Policy>;
 
 /// All policies, with their names and the functions that create them from a seed.
 pub const POLICY_REGISTRY: [(&str, PolicyFactory); 17] = [
-    (hash::NAME, |seed| Box::new(static_policy::StaticPolicy::new(hash::NAME, hash::weighted_modulo_table, seed))),
-    (consistent_hash::NAME, |seed| {
-        Box::new(static_policy::StaticPolicy::new(consistent_hash::NAME, consistent_hash::weighted_ring_table, seed))
+    (hash::POLICY_NAME, |seed| {
+        Box::new(static_policy::StaticPolicy::new(hash::POLICY_NAME, hash::weighted_modulo_table, seed))
     }),
-    (maglev::NAME, |seed| {
-        Box::new(static_policy::StaticPolicy::new(maglev::NAME, maglev::weighted_maglev_table, seed))
+    (consistent_hash::POLICY_NAME, |seed| {
+        Box::new(static_policy::StaticPolicy::new(
+            consistent_hash::POLICY_NAME,
+            consistent_hash::weighted_ring_table,
+            seed,
+        ))
     }),
-    (bounded_load::NAME, |seed| Box::new(bounded_load::BoundedLoadPolicy::new(seed))),
-    (rr::NAME, |seed| Box::new(rr::RoundRobinPolicy::new(seed))),
-    (wrr::NAME, |seed| Box::new(wrr::WeightedRoundRobinPolicy::new(seed))),
-    (awrr::NAME, |seed| Box::new(awrr::AdaptiveWeightedRoundRobin::new(seed))),
+    (maglev::POLICY_NAME, |seed| {
+        Box::new(static_policy::StaticPolicy::new(maglev::POLICY_NAME, maglev::weighted_maglev_table, seed))
+    }),
+    (bounded_load::POLICY_NAME, |seed| Box::new(bounded_load::BoundedLoadPolicy::new(seed))),
+    (rr::POLICY_NAME, |seed| Box::new(rr::RoundRobinPolicy::new(seed))),
+    (wrr::POLICY_NAME, |seed| Box::new(wrr::WeightedRoundRobinPolicy::new(seed))),
+    (awrr::POLICY_NAME, |seed| Box::new(awrr::AdaptiveWeightedRoundRobin::new(seed))),
     (pow2::POLICY_NAMES[0], |seed| Box::new(pow2::PowerOfTwoPolicy::new(LoadMetric::Cpu, seed))),
     (pow2::POLICY_NAMES[1], |seed| Box::new(pow2::PowerOfTwoPolicy::new(LoadMetric::Connections, seed))),
     (pow2::POLICY_NAMES[2], |seed| Box::new(pow2::PowerOfTwoPolicy::new(LoadMetric::Packets, seed))),
@@ -123,12 +130,12 @@ pub const POLICY_REGISTRY: [(&str, PolicyFactory); 17] = [
     (least::POLICY_NAMES[1], |seed| Box::new(least::LeastPolicy::with_metric(LoadMetric::Packets, seed))),
     (least::POLICY_NAMES[2], |seed| Box::new(least::LeastPolicy::with_metric(LoadMetric::Bytes, seed))),
     (least::POLICY_NAMES[3], |seed| Box::new(least::LeastPolicy::with_metric(LoadMetric::Cpu, seed))),
-    (crossrss::NAME, |seed| Box::new(crossrss::CrossRssPolicy::new(seed))),
-    (crossrss_plus::NAME, |seed| Box::new(crossrss_plus::CrossRssPlusPolicy::new(seed))),
+    (crossrss::POLICY_NAME, |seed| Box::new(crossrss::CrossRssPolicy::new(seed))),
+    (crossrss_plus::POLICY_NAME, |seed| Box::new(crossrss_plus::CrossRssPlusPolicy::new(seed))),
 ];
 
 /// Name of the default policy of a service.
-pub const DEFAULT_POLICY_NAME: &str = crossrss_plus::NAME;
+pub const DEFAULT_POLICY_NAME: &str = crossrss_plus::POLICY_NAME;
 
 /// Error returned for the name of an unknown policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -153,17 +160,17 @@ pub fn required_telemetry_level(name: &str) -> TelemetryLevel {
             if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
         policy.telemetry_level().max(telemetry_for_checks)
     };
-    policy_by_name(name, 0).map(required_telemetry).unwrap_or_default()
+    create_policy_by_name(name, 0).map(required_telemetry).unwrap_or_default()
 }
 
 /// Returns whether the policy's tables depend on loads or counts, and therefore expire. Returns false for an unknown
 /// name.
 pub fn policy_reads_loads(name: &str) -> bool {
-    policy_by_name(name, 0).is_ok_and(|policy| policy.reads_loads())
+    create_policy_by_name(name, 0).is_ok_and(|policy| policy.reads_loads())
 }
 
 /// Returns a policy with the name `name`, created from `seed`. Fails if the name is unknown.
-pub fn policy_by_name(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
+pub fn create_policy_by_name(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
     let registry_entry = POLICY_REGISTRY.iter().find(|(known_name, _)| *known_name == name);
     registry_entry.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
 }
@@ -179,7 +186,7 @@ fn independent_hash_key(seed: u64) -> RssKey {
 
 /// Returns a table with members and consistent servers, but without candidates. Every policy starts with such a table.
 fn table_without_candidates(
-    pool: &Pool,
+    pool: &ServerPool,
     rule: PlacementRule,
     bucket_count: BucketCount,
     generation: u64,
@@ -198,7 +205,7 @@ fn table_without_candidates(
 }
 
 fn table_with_consistent_servers(
-    pool: &Pool,
+    pool: &ServerPool,
     rule: PlacementRule,
     bucket_count: BucketCount,
     generation: u64,
@@ -206,9 +213,9 @@ fn table_with_consistent_servers(
     consistent_servers: Vec<ServerId>,
 ) -> PlacementTable {
     let neutral_load = pool.neutral_load();
-    let members: Vec<TableMember> = pool
+    let members: Vec<PlacementTableMember> = pool
         .eligible_servers()
-        .map(|server| TableMember {
+        .map(|server| PlacementTableMember {
             server: server.id,
             fixed_point_load: load_to_fixed_point(server.mean_load(neutral_load)),
         })
@@ -232,7 +239,12 @@ fn table_with_consistent_servers(
 
 /// Returns the table in which bucket i goes to member i mod n. It is for the policy `hash`, and for `crossrss` until
 /// the first report.
-fn modulo_placement_table(pool: &Pool, bucket_count: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
+fn modulo_placement_table(
+    pool: &ServerPool,
+    bucket_count: BucketCount,
+    generation: u64,
+    key: RssKey,
+) -> PlacementTable {
     let positions = hash::weighted_modulo_table(&pool.new_connection_shares(), bucket_count.get() as usize);
     table_with_server_per_bucket(pool, bucket_count, generation, key, &positions)
 }
@@ -240,7 +252,7 @@ fn modulo_placement_table(pool: &Pool, bucket_count: BucketCount, generation: u6
 /// Returns a table by the positions of the buckets' servers among the eligible servers, by id.
 /// `server_position_by_bucket` is empty if there are no eligible servers.
 fn table_with_server_per_bucket(
-    pool: &Pool,
+    pool: &ServerPool,
     bucket_count: BucketCount,
     generation: u64,
     key: RssKey,

@@ -6,7 +6,7 @@
 //! connection to any core. So the load in the table is the mean - speed x (target load of the core - load of the core),
 //! where the product is the missing work, in work of a usual core.
 
-use super::{Pool, ServerClass};
+use super::{ServerClass, ServerPool};
 use crate::statistics::mean;
 
 pub struct NormalizedLoad {
@@ -15,22 +15,27 @@ pub struct NormalizedLoad {
     value_offset: f64,
     mean_weight: f64,
     mean_speed: f64,
-    is_uniform: bool,
+    has_uniform_servers: bool,
 }
 
 impl NormalizedLoad {
-    pub fn for_pool(pool: &Pool) -> Self {
-        let is_uniform = pool.totals().is_uniform;
-        let mut normalized_load =
-            Self { mean_load: pool.neutral_load(), value_offset: 0.0, mean_weight: 1.0, mean_speed: 1.0, is_uniform };
+    pub fn for_pool(pool: &ServerPool) -> Self {
+        let is_uniform = pool.pool_totals().has_uniform_servers;
+        let mut normalized_load = Self {
+            mean_load: pool.neutral_load(),
+            value_offset: 0.0,
+            mean_weight: 1.0,
+            mean_speed: 1.0,
+            has_uniform_servers: is_uniform,
+        };
         if !is_uniform {
             let classes: Vec<ServerClass> = pool.eligible_servers().map(|server| server.server_class()).collect();
             let weights: Vec<f64> = classes.iter().map(|class| f64::from(class.weight.get())).collect();
-            let speeds: Vec<f64> = classes.iter().map(|class| class.speed).collect();
+            let speeds: Vec<f64> = classes.iter().map(|class| class.relative_core_speed).collect();
             normalized_load.mean_weight = mean(&weights).unwrap_or(1.0);
             normalized_load.mean_speed = mean(&speeds).unwrap_or(1.0);
             let lowest_value =
-                classes.iter().map(|class| normalized_load.compared_value(*class, 0.0)).fold(0.0, f64::min);
+                classes.iter().map(|class| normalized_load.compared_load(*class, 0.0)).fold(0.0, f64::min);
             normalized_load.value_offset = -lowest_value;
         }
         normalized_load
@@ -38,29 +43,29 @@ impl NormalizedLoad {
 
     /// Returns the value by which a core of a class with this load is compared. Within a class, the value never
     /// decreases with the load.
-    pub fn compared_value(&self, class: ServerClass, load: f64) -> f64 {
-        if self.is_uniform {
+    pub fn compared_load(&self, class: ServerClass, load: f64) -> f64 {
+        if self.has_uniform_servers {
             return load;
         }
         self.compared_value_for_target(self.target_load_and_relative_speed(class), load)
     }
 
-    /// Returns the result of [`NormalizedLoad::compared_value`] for unequal cores, for a class with known
+    /// Returns the result of [`NormalizedLoad::compared_load`] for unequal cores, for a class with known
     /// [`NormalizedLoad::target_load_and_relative_speed`].
     pub fn compared_value_for_target(&self, (target_load, speed): (f64, f64), load: f64) -> f64 {
         self.value_offset + self.mean_load - speed * (target_load - load)
     }
 
-    pub fn is_uniform(&self) -> bool {
-        self.is_uniform
+    pub fn has_uniform_servers(&self) -> bool {
+        self.has_uniform_servers
     }
 
     /// Returns the target load of the cores of a class, and their speed relative to the mean speed.
     pub fn target_load_and_relative_speed(&self, class: ServerClass) -> (f64, f64) {
-        if self.is_uniform {
+        if self.has_uniform_servers {
             return (self.mean_load, 1.0);
         }
-        (self.mean_load * f64::from(class.weight.get()) / self.mean_weight, class.speed / self.mean_speed)
+        (self.mean_load * f64::from(class.weight.get()) / self.mean_weight, class.relative_core_speed / self.mean_speed)
     }
 }
 
@@ -69,7 +74,7 @@ mod tests {
     use super::*;
     use crate::policy::{PoolServer, ServerCapacity, ServerWeight};
 
-    fn server(id: u64, load: f64, weight: u64, capacity: Option<f64>) -> PoolServer {
+    fn build_pool_server(id: u64, load: f64, weight: u64, capacity: Option<f64>) -> PoolServer {
         PoolServer {
             loads: Some(vec![load; 2].into()),
             weight: ServerWeight::new(weight).unwrap(),
@@ -79,32 +84,42 @@ mod tests {
     }
 
     fn compared_values(servers: &[PoolServer]) -> Vec<f64> {
-        let pool = Pool::new(servers.to_vec(), 1);
+        let pool = ServerPool::new(servers.to_vec(), 1);
         let normalized_load = NormalizedLoad::for_pool(&pool);
         servers
             .iter()
-            .map(|server| normalized_load.compared_value(server.server_class(), server.mean_load(0.0)))
+            .map(|server| normalized_load.compared_load(server.server_class(), server.mean_load(0.0)))
             .collect()
     }
 
     #[test]
     fn compared_value_of_equal_cores_is_their_load() {
-        assert_eq!(compared_values(&[server(1, 0.3, 5, None), server(2, 0.7, 5, None)]), [0.3, 0.7]);
-        assert_eq!(compared_values(&[server(1, 0.3, 1, Some(4.0)), server(2, 0.7, 1, Some(4.0))]), [0.3, 0.7]);
+        assert_eq!(
+            compared_values(&[build_pool_server(1, 0.3, 5, None), build_pool_server(2, 0.7, 5, None)]),
+            [0.3, 0.7]
+        );
+        assert_eq!(
+            compared_values(&[build_pool_server(1, 0.3, 1, Some(4.0)), build_pool_server(2, 0.7, 1, Some(4.0))]),
+            [0.3, 0.7]
+        );
     }
 
     #[test]
     fn compared_values_are_equal_at_loads_proportional_to_weights() {
         // With mean 0.4 and weights 1 and 3, the levels are 0.2 and 0.6.
-        let values = compared_values(&[server(1, 0.2, 1, None), server(2, 0.6, 3, None)]);
+        let values = compared_values(&[build_pool_server(1, 0.2, 1, None), build_pool_server(2, 0.6, 3, None)]);
         assert!((values[0] - values[1]).abs() < 1e-9, "{values:?}");
     }
 
     #[test]
     fn core_of_twice_the_speed_has_twice_the_missing_work() {
-        let servers = [server(1, 0.4, 1, Some(2.0)), server(2, 0.4, 1, Some(4.0)), server(3, 0.7, 1, Some(2.0))];
+        let servers = [
+            build_pool_server(1, 0.4, 1, Some(2.0)),
+            build_pool_server(2, 0.4, 1, Some(4.0)),
+            build_pool_server(3, 0.7, 1, Some(2.0)),
+        ];
         let values = compared_values(&servers);
-        let pool = Pool::new(servers.to_vec(), 1);
+        let pool = ServerPool::new(servers.to_vec(), 1);
         let normalized_load = NormalizedLoad::for_pool(&pool);
         assert!(values[1] < values[0] && values[0] < values[2], "{values:?}");
         let missing_work = |server: &PoolServer| {

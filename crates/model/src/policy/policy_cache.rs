@@ -6,17 +6,17 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use super::Pool;
+use super::ServerPool;
 use super::bucket_loads::BucketLoads;
 use super::loads::{LoadHistogram, ServerClass, ServerLoads};
-use super::rack_aggregate::{RackAggregate, RackHistograms};
+use super::rack_aggregate::{RackHistograms, RackSummaryAggregate};
 use crate::ServerId;
 use crate::load::CoreLoads;
 use crate::placement::{BucketCount, weighted_rendezvous_table};
 
 #[derive(Debug, Default)]
 pub struct PolicyCache {
-    pub(super) groups: Vec<CachedGroup>,
+    pub(super) groups: Vec<CachedRssGroup>,
     local_histograms: LocalHistograms,
     rack_histograms: RackHistograms,
     cached_consistent_servers: CachedConsistentServers,
@@ -24,16 +24,16 @@ pub struct PolicyCache {
 
 /// Cache of one group of servers with the same RSS key.
 #[derive(Debug, Default)]
-pub struct CachedGroup {
+pub struct CachedRssGroup {
     /// Loads of the group's servers that report directly to this controller.
     pub bucket_loads: BucketLoads,
-    pub rack_aggregate: RackAggregate,
+    pub rack_aggregate: RackSummaryAggregate,
 }
 
 impl PolicyCache {
-    pub(super) fn load_histograms(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<ServerClass, LoadHistogram>> {
-        self.local_histograms.update(pool);
-        let rack_histograms = self.rack_histograms.update(&pool.racks);
+    pub(super) fn load_histograms(&mut self, pool: &ServerPool) -> Cow<'_, BTreeMap<ServerClass, LoadHistogram>> {
+        self.local_histograms.update_histograms(pool);
+        let rack_histograms = self.rack_histograms.update_histograms(&pool.racks);
         if rack_histograms.is_empty() {
             return Cow::Borrowed(&self.local_histograms.histogram_by_class);
         }
@@ -49,13 +49,13 @@ impl PolicyCache {
 
     /// Returns the server to which each bucket sends connections without a cookie. The result depends only on the
     /// eligible servers and their weights.
-    pub(super) fn consistent_servers(&mut self, pool: &Pool, bucket_count: BucketCount) -> Vec<ServerId> {
-        let weights = || pool.eligible_servers().map(|server| (server.id, server.weight.get()));
-        let is_unchanged = |(known_weights, known_buckets): &(Vec<(ServerId, u32)>, BucketCount)| {
-            *known_buckets == bucket_count && known_weights.iter().copied().eq(weights())
+    pub(super) fn consistent_servers(&mut self, pool: &ServerPool, bucket_count: BucketCount) -> Vec<ServerId> {
+        let server_weights = || pool.eligible_servers().map(|server| (server.id, server.weight.get()));
+        let are_weights_unchanged = |(known_weights, known_buckets): &(Vec<(ServerId, u32)>, BucketCount)| {
+            *known_buckets == bucket_count && known_weights.iter().copied().eq(server_weights())
         };
-        if !self.cached_consistent_servers.weights_and_bucket_count.as_ref().is_some_and(is_unchanged) {
-            let weights: Vec<(ServerId, u32)> = weights().collect();
+        if !self.cached_consistent_servers.weights_and_bucket_count.as_ref().is_some_and(are_weights_unchanged) {
+            let weights: Vec<(ServerId, u32)> = server_weights().collect();
             self.cached_consistent_servers.servers_by_bucket = weighted_rendezvous_table(&weights, bucket_count);
             self.cached_consistent_servers.weights_and_bucket_count = Some((weights, bucket_count));
         }
@@ -86,10 +86,10 @@ struct CountedServer {
 }
 
 impl LocalHistograms {
-    fn update(&mut self, pool: &Pool) {
+    fn update_histograms(&mut self, pool: &ServerPool) {
         let mut previous_servers = std::mem::take(&mut self.counted_servers).into_iter().peekable();
         for server in pool.eligible_servers() {
-            let Some(cores) = server.loads.as_ref().and_then(ServerLoads::cores) else { continue };
+            let Some(cores) = server.loads.as_ref().and_then(ServerLoads::core_loads) else { continue };
             while let Some(removed_server) =
                 previous_servers.next_if(|counted_server| counted_server.server < server.id)
             {
@@ -130,7 +130,7 @@ mod tests {
 
     prop_compose! {
         /// Generates a server. Values are of few kinds, so that much stays the same from one table to the next.
-        fn server()(
+        fn any_pool_server()(
             is_eligible in prop::bool::weighted(0.9),
             loads in prop::option::weighted(
                 0.9,
@@ -161,8 +161,10 @@ mod tests {
 
     prop_compose! {
         /// Generates the servers that changed since the previous table, or left the pool (`None`).
-        fn change()(
-            changed_servers in prop::collection::vec((0usize..12, prop::option::weighted(0.9, server())), 0..4),
+        fn any_pool_change()(
+            changed_servers in prop::collection::vec(
+                (0usize..12, prop::option::weighted(0.9, any_pool_server())), 0..4,
+            ),
             bits in prop_oneof![9 => Just(5u32), 1 => 0u32..8],
             opened_connections in 0u64..500,
         ) -> (Vec<(usize, Option<PoolServer>)>, BucketCount, u64) {
@@ -173,8 +175,8 @@ mod tests {
     proptest! {
         #[test]
         fn tables_computed_with_and_without_cache_are_equal(
-            initial_servers in prop::collection::vec(server(), 0..12),
-            changes in prop::collection::vec(change(), 1..8),
+            initial_servers in prop::collection::vec(any_pool_server(), 0..12),
+            changes in prop::collection::vec(any_pool_change(), 1..8),
         ) {
             let mut servers: Vec<Option<PoolServer>> = initial_servers.into_iter().map(Some).collect();
             servers.resize(12, None);
@@ -182,10 +184,10 @@ mod tests {
             let mut crossrss_policy = CrossRssPolicy::new(7);
             for (generation, (changed_servers, buckets, opened_connections)) in (1..).zip(changes) {
                 changed_servers.into_iter().for_each(|(position, server)| servers[position] = server);
-                let with_id = |(position, server): (usize, &Option<PoolServer>)| {
+                let server_with_id = |(position, server): (usize, &Option<PoolServer>)| {
                     Some(PoolServer { id: ServerId::try_from(position as u64 * 7).unwrap(), ..server.clone()? })
                 };
-                let pool = Pool::new(servers.iter().enumerate().filter_map(with_id).collect(), 2);
+                let pool = ServerPool::new(servers.iter().enumerate().filter_map(server_with_id).collect(), 2);
                 let pool = pool.with_opened_connections(opened_connections);
                 uncached_policy.cache = PolicyCache::default();
                 let table_without_cache = uncached_policy.compute_table(&pool, buckets, generation);

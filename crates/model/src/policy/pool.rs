@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 
 use super::loads::{ServerClass, ServerLoads};
-use super::{CandidateList, RackSummary, ServerCapacity, ServerWeight};
+use super::{BucketCandidateList, RackSummary, ServerCapacity, ServerWeight};
 use crate::ServerId;
 use crate::placement::mix_hash;
 use crate::rss::{RssConfig, RssKey};
@@ -49,7 +49,7 @@ pub const MAX_CORE_COUNT_TO_MEDIAN_RATIO: u32 = 8;
 
 /// Servers of one service, with their state when a table is computed.
 #[derive(Debug, Clone)]
-pub struct Pool {
+pub struct ServerPool {
     pub(super) servers: Vec<PoolServer>,
     pub(super) racks: Vec<Arc<RackSummary>>,
     pub(super) load_balancer_count: u32,
@@ -69,12 +69,12 @@ pub(super) struct PoolTotals {
     neutral_load: f64,
     has_loads: bool,
     /// Whether all eligible servers have the same weight and core speed.
-    pub is_uniform: bool,
+    pub has_uniform_servers: bool,
     /// Whether any server reports the loads of its cores directly to this controller.
     pub has_local_reports: bool,
 }
 
-impl Pool {
+impl ServerPool {
     /// Returns a pool of these servers. `load_balancer_count` is the number of load balancers that share the service's
     /// new connections (0 counts as 1).
     pub fn new(mut servers: Vec<PoolServer>, load_balancer_count: u32) -> Self {
@@ -114,7 +114,7 @@ impl Pool {
     }
 
     /// Returns the pool for the next table. All values except the servers and rack summaries are those of
-    /// [`Pool::new`].
+    /// [`ServerPool::new`].
     pub fn for_next_table(self, load_balancer_count: u32) -> Self {
         let load_balancer_count = load_balancer_count.max(1);
         Self {
@@ -168,14 +168,14 @@ impl Pool {
         let previous_racks = std::mem::replace(&mut self.racks, racks.clone());
         self.totals = OnceLock::new();
         if self.is_each_server_in_one_rack && previous_racks.len() == racks.len() {
-            let changed_racks = || {
+            let changed_rack_pairs = || {
                 previous_racks
                     .iter()
                     .zip(&racks)
                     .filter(|(previous_rack, current_rack)| !Arc::ptr_eq(previous_rack, current_rack))
             };
-            changed_racks().for_each(|(previous_rack, _)| self.remove_rack_loads(previous_rack));
-            changed_racks().for_each(|(_, current_rack)| self.add_rack_loads(current_rack));
+            changed_rack_pairs().for_each(|(previous_rack, _)| self.remove_rack_loads(previous_rack));
+            changed_rack_pairs().for_each(|(_, current_rack)| self.add_rack_loads(current_rack));
             if self.is_each_server_in_one_rack {
                 return self;
             }
@@ -210,7 +210,7 @@ impl Pool {
     }
 
     /// Returns the racks' candidate lists of servers with RSS key `key`.
-    pub(super) fn candidate_lists(&self, key: &RssKey) -> impl Iterator<Item = &CandidateList> {
+    pub(super) fn candidate_lists(&self, key: &RssKey) -> impl Iterator<Item = &BucketCandidateList> {
         self.racks.iter().flat_map(|rack| &rack.candidate_lists).filter(move |list| list.key == *key)
     }
 
@@ -245,14 +245,14 @@ impl Pool {
         Self { servers, racks: self.racks.clone(), position_by_id: Vec::new(), totals: OnceLock::new(), ..*self }
     }
 
-    pub(super) fn totals(&self) -> &PoolTotals {
+    pub(super) fn pool_totals(&self) -> &PoolTotals {
         self.totals.get_or_init(|| {
             // The sum starts at -0, as sums of iterators do.
             let (mut core_count, mut load_sum, mut is_uniform, mut first_class) = (0u64, -0.0, true, None);
             for server in self.eligible_servers() {
                 if let Some(loads) = &server.loads {
                     core_count += u64::from(loads.core_count());
-                    load_sum += loads.sum();
+                    load_sum += loads.load_sum();
                 }
                 let class = server.server_class();
                 is_uniform &= class == *first_class.get_or_insert(class);
@@ -260,7 +260,7 @@ impl Pool {
             PoolTotals {
                 neutral_load: if core_count == 0 { 0.0 } else { load_sum / core_count as f64 },
                 has_loads: self.eligible_servers().any(|server| server.loads.is_some()),
-                is_uniform,
+                has_uniform_servers: is_uniform,
                 has_local_reports: self
                     .servers
                     .iter()
@@ -271,13 +271,13 @@ impl Pool {
 
     /// Returns whether the load of at least one eligible server is known.
     pub fn has_loads(&self) -> bool {
-        self.totals().has_loads
+        self.pool_totals().has_loads
     }
 
     /// Returns the neutral load, which is the mean of all known core loads. A server without a recent report counts
     /// with it.
     pub fn neutral_load(&self) -> f64 {
-        self.totals().neutral_load
+        self.pool_totals().neutral_load
     }
 
     /// Returns each eligible server's share of new connections, which is its weight times its slow-start fraction.
@@ -290,7 +290,7 @@ impl Pool {
     /// Returns the capacity of each eligible server, which is the operator's value or the number of cores. The number
     /// of cores counts up to [`MAX_CORE_COUNT_TO_MEDIAN_RATIO`] times the pool's median, because only the server itself
     /// reports it. A server without data counts as the mean of the others, or as 1 if no server has data.
-    pub fn capacities(&self) -> Vec<f64> {
+    pub fn server_capacities(&self) -> Vec<f64> {
         let mut core_counts: Vec<u32> = self.eligible_servers().filter_map(PoolServer::core_count).collect();
         core_counts.sort_unstable();
         let median_core_count = core_counts.get(core_counts.len().saturating_sub(1) / 2).copied().unwrap_or(0);
@@ -306,10 +306,10 @@ impl Pool {
 
     /// Returns each eligible server's fair share of new connections, by weight and, with `includes_capacity`, also by
     /// capacity. The shares add up to 1.
-    pub fn fair_shares(&self, includes_capacity: bool) -> Vec<(ServerId, f64)> {
+    pub fn server_fair_shares(&self, includes_capacity: bool) -> Vec<(ServerId, f64)> {
         let weights = self.eligible_servers().map(|server| f64::from(server.weight.get()));
         let unscaled_shares: Vec<f64> = match includes_capacity {
-            true => weights.zip(self.capacities()).map(|(weight, capacity)| weight * capacity).collect(),
+            true => weights.zip(self.server_capacities()).map(|(weight, capacity)| weight * capacity).collect(),
             false => weights.collect(),
         };
         let sum_of_shares = unscaled_shares.iter().sum::<f64>().max(f64::MIN_POSITIVE);
@@ -335,7 +335,7 @@ impl Pool {
 
     /// Returns the sum of the loads of all cores whose load is known.
     pub fn total_load(&self) -> f64 {
-        self.servers.iter().filter_map(|server| server.loads.as_ref()).map(ServerLoads::sum).sum()
+        self.servers.iter().filter_map(|server| server.loads.as_ref()).map(ServerLoads::load_sum).sum()
     }
 }
 
@@ -366,14 +366,14 @@ impl PoolServer {
     /// `neutral_load` if no core was reported.
     pub fn core_load(&self, core: u16, neutral_load: f64) -> f64 {
         let known_load =
-            self.loads.as_ref().and_then(ServerLoads::cores).and_then(|loads| loads.get(usize::from(core)));
+            self.loads.as_ref().and_then(ServerLoads::core_loads).and_then(|loads| loads.get(usize::from(core)));
         known_load.copied().unwrap_or_else(|| self.mean_load(neutral_load))
     }
 
     pub(super) fn server_class(&self) -> ServerClass {
         // The speed of one core is the operator's capacity divided by the number of cores.
         let speed = self.capacity.and_then(|capacity| Some(capacity.get() / f64::from(self.core_count()?.max(1))));
-        ServerClass { weight: self.weight, speed: speed.unwrap_or(1.0) }
+        ServerClass { weight: self.weight, relative_core_speed: speed.unwrap_or(1.0) }
     }
 
     /// Returns the number of the server's cores according to its reports or its indirection table, or `None` if both
@@ -387,7 +387,7 @@ impl PoolServer {
 
     /// Returns the mean load of all cores, or `neutral_load` if it is unknown.
     pub fn mean_load(&self, neutral_load: f64) -> f64 {
-        self.loads.as_ref().and_then(ServerLoads::mean).unwrap_or(neutral_load)
+        self.loads.as_ref().and_then(ServerLoads::mean_load).unwrap_or(neutral_load)
     }
 }
 
@@ -400,7 +400,7 @@ mod tests {
     #[test]
     fn slow_start_server_takes_part_in_more_and_more_buckets() {
         let mut server = PoolServer::new(ServerId::try_from(77).unwrap());
-        let pool = Pool::new(vec![server.clone()], 1);
+        let pool = ServerPool::new(vec![server.clone()], 1);
         let mut previous_buckets: Vec<u32> = Vec::new();
         for ramp in [0.1, 0.5, 0.9, 1.0] {
             server.slow_start_fraction = ramp;
@@ -413,17 +413,21 @@ mod tests {
 
     #[test]
     fn unconfigured_capacity_is_the_core_count_or_the_mean() {
-        let server = |id: u64, capacity: Option<f64>, cores: usize| PoolServer {
+        let build_pool_server = |id: u64, capacity: Option<f64>, cores: usize| PoolServer {
             capacity: capacity.map(|capacity| ServerCapacity::new(capacity).unwrap()),
             loads: (cores > 0).then(|| vec![0.0; cores].into()),
             ..PoolServer::new(ServerId::try_from(id).unwrap())
         };
-        let capacities_of_servers = |servers: &[PoolServer]| Pool::new(servers.to_vec(), 1).capacities();
+        let capacities_of_servers = |servers: &[PoolServer]| ServerPool::new(servers.to_vec(), 1).server_capacities();
         assert_eq!(
-            capacities_of_servers(&[server(1, Some(2.5), 8), server(2, None, 4), server(3, None, 0)]),
+            capacities_of_servers(&[
+                build_pool_server(1, Some(2.5), 8),
+                build_pool_server(2, None, 4),
+                build_pool_server(3, None, 0)
+            ]),
             [2.5, 4.0, 3.0]
         );
-        assert_eq!(capacities_of_servers(&[server(1, None, 0)]), [1.0]);
+        assert_eq!(capacities_of_servers(&[build_pool_server(1, None, 0)]), [1.0]);
     }
 
     prop_compose! {
@@ -438,7 +442,7 @@ mod tests {
         }
     }
 
-    fn id(number: u64) -> ServerId {
+    fn server_id(number: u64) -> ServerId {
         ServerId::try_from(number * 7).unwrap()
     }
 
@@ -451,7 +455,7 @@ mod tests {
                 1 => ServerLoads::Relayed(vec![0.5; 2].into()),
                 _ => ServerLoads::Aggregated { sum: f64::from(*tenths) / 10.0, core_count: 3 },
             };
-            crate::policy::SummarizedServer { id: id(*server), loads }
+            crate::policy::SummarizedServer { id: server_id(*server), loads }
         };
         Arc::new(RackSummary {
             servers: servers.iter().map(summarized_server).collect(),
@@ -463,9 +467,9 @@ mod tests {
     proptest! {
         #[test]
         fn pool_updated_in_steps_equals_a_newly_built_pool(steps in prop::collection::vec(step_strategy(), 1..10)) {
-            let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(id(n))).collect();
+            let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(server_id(n))).collect();
             let mut racks: Vec<Arc<RackSummary>> = (0..6).map(|_| rack_summary(&[])).collect();
-            let mut pool = Pool::new(servers.clone(), 1);
+            let mut pool = ServerPool::new(servers.clone(), 1);
             for (local_reports, rack_reports, rack_count) in steps {
                 for (server, tenths) in local_reports {
                     let loads = tenths.map(|tenths| ServerLoads::from(vec![f64::from(tenths) / 10.0; 2]));
@@ -477,7 +481,7 @@ mod tests {
                 }
                 pool = pool.for_next_table(3).with_opened_connections(4);
                 pool = pool.with_rack_summaries(racks[..rack_count].to_vec());
-                let new_pool = Pool::new(servers.clone(), 3);
+                let new_pool = ServerPool::new(servers.clone(), 3);
                 let new_pool = new_pool.with_opened_connections(4).with_rack_summaries(racks[..rack_count].to_vec());
                 prop_assert_eq!(pool.servers(), new_pool.servers());
                 prop_assert_eq!(pool.neutral_load(), new_pool.neutral_load());

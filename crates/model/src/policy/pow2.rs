@@ -3,7 +3,7 @@
 //! CoNEXT'20, Sect. 3). `pow2:connections` and so on compare another metric.
 
 use super::wrr_schedule::evenly_spread_positions;
-use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_hash_key, table_without_candidates};
+use super::{LoadMetric, Policy, ServerPool, TelemetryLevel, independent_hash_key, table_without_candidates};
 use crate::load::load_to_fixed_point;
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
@@ -40,7 +40,7 @@ impl Policy for PowerOfTwoPolicy {
         self.metric != LoadMetric::Cpu
     }
 
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let mut table =
             table_without_candidates(pool, PlacementRule::PowerOfTwo, bucket_count, generation, self.hash_key.clone());
         if self.metric != LoadMetric::Cpu {
@@ -69,19 +69,20 @@ mod tests {
     use crate::policy::{PoolServer, ServerWeight, TrafficRates};
 
     fn table_members_by_metric(metric: LoadMetric, servers: Vec<PoolServer>) -> Vec<(u16, u32)> {
-        let table = PowerOfTwoPolicy::new(metric, 1).compute_table(&Pool::new(servers, 1), BucketCount::PAPER_VALUE, 1);
+        let table =
+            PowerOfTwoPolicy::new(metric, 1).compute_table(&ServerPool::new(servers, 1), BucketCount::PAPER_VALUE, 1);
         table.members.iter().map(|member| (member.server.get(), member.fixed_point_load)).collect()
     }
 
     #[test]
     fn each_metric_compares_its_own_load() {
-        let server = |id: u64, open_connections: u32, packets: f64, bytes: f64| PoolServer {
+        let build_pool_server = |id: u64, open_connections: u32, packets: f64, bytes: f64| PoolServer {
             open_connection_count: open_connections,
             traffic: Some(TrafficRates { packets_per_second: packets, bytes_per_second: bytes }),
             loads: Some(vec![0.25 * id as f64; 2].into()),
             ..PoolServer::new(id.try_into().unwrap())
         };
-        let servers = vec![server(1, 30, 100.0, 9.0), server(2, 60, 50.0, 18.0)];
+        let servers = vec![build_pool_server(1, 30, 100.0, 9.0), build_pool_server(2, 60, 50.0, 18.0)];
         let full_load = load_to_fixed_point(1.0);
         assert_eq!(
             table_members_by_metric(LoadMetric::Connections, servers.clone()),
@@ -94,12 +95,13 @@ mod tests {
 
     #[test]
     fn heavier_server_has_more_members_and_lower_relative_load() {
-        let server = |id: u64, weight: u64| PoolServer {
+        let build_pool_server = |id: u64, weight: u64| PoolServer {
             open_connection_count: 30,
             weight: ServerWeight::new(weight).unwrap(),
             ..PoolServer::new(id.try_into().unwrap())
         };
-        let members = table_members_by_metric(LoadMetric::Connections, vec![server(1, 3), server(2, 1)]);
+        let members =
+            table_members_by_metric(LoadMetric::Connections, vec![build_pool_server(1, 3), build_pool_server(2, 1)]);
         assert_eq!(members.iter().filter(|(id, _)| *id == 1).count(), 3);
         let load_of_server = |server: u16| members.iter().find(|(id, _)| *id == server).unwrap().1;
         assert_eq!((load_of_server(1), load_of_server(2)), (load_to_fixed_point(1.0 / 3.0), load_to_fixed_point(1.0)));

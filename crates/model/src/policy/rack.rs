@@ -17,8 +17,8 @@ use std::collections::BTreeMap;
 
 use super::bucket_loads::reachable_core_and_load;
 use super::groups::LeastCoreList;
-use super::loads::{HistogramBins, LoadHistogram, ServerClass, ServerLoads};
-use super::{Policy, Pool, PoolServer};
+use super::loads::{LoadHistogram, LoadHistogramBins, ServerClass, ServerLoads};
+use super::{Policy, PoolServer, ServerPool};
 use crate::ServerId;
 use crate::placement::{BucketCount, ServerCore};
 use crate::rss::RssKey;
@@ -32,9 +32,9 @@ pub struct RackSummary {
     /// Servers of the rack with known loads, by id.
     pub servers: Vec<SummarizedServer>,
     /// Load histogram of the eligible aggregated servers of each class.
-    pub histograms_by_class: Vec<(ServerClass, HistogramBins)>,
+    pub histograms_by_class: Vec<(ServerClass, LoadHistogramBins)>,
     /// Least loaded cores of the eligible aggregated servers, in one list for each RSS key and class.
-    pub candidate_lists: Vec<CandidateList>,
+    pub candidate_lists: Vec<BucketCandidateList>,
 }
 
 /// Server in a rack's summary, with its loads in reduced form.
@@ -48,7 +48,7 @@ pub struct SummarizedServer {
 
 /// Least loaded cores for each bucket, among servers with the same RSS key and class.
 #[derive(Debug, Clone, PartialEq)]
-pub struct CandidateList {
+pub struct BucketCandidateList {
     /// RSS key of the list's servers.
     pub key: RssKey,
     /// Number of candidates for each bucket, at least 1.
@@ -57,9 +57,9 @@ pub struct CandidateList {
     pub candidates: Vec<(ServerCore, f64)>,
 }
 
-impl CandidateList {
+impl BucketCandidateList {
     /// Returns the candidates of a bucket, or an empty list if there are fewer buckets.
-    pub fn bucket(&self, bucket_candidates: u32) -> &[(ServerCore, f64)] {
+    pub fn candidates_of_bucket(&self, bucket_candidates: u32) -> &[(ServerCore, f64)] {
         let first_candidate_index = bucket_candidates as usize * self.candidates_per_bucket;
         self.candidates
             .get(first_candidate_index..first_candidate_index + self.candidates_per_bucket)
@@ -72,7 +72,7 @@ impl RackSummary {
     /// bucket. Fewer than [`Policy::max_candidates_per_bucket`] lose information. Callers call it once per table,
     /// because the policy may smooth loads.
     pub fn from_pool(
-        pool: &Pool,
+        pool: &ServerPool,
         policy: &mut dyn Policy,
         bucket_count: BucketCount,
         max_candidate_count: usize,
@@ -84,12 +84,12 @@ impl RackSummary {
         let mut servers_by_key_and_class: Vec<(&RssKey, ServerClass, Vec<&PoolServer>)> = Vec::new();
         for server in &preprocessed_pool.servers {
             let Some(loads) = &server.loads else { continue };
-            let Some(cores) = loads.cores().filter(|cores| !cores.is_empty()) else { continue };
+            let Some(cores) = loads.core_loads().filter(|cores| !cores.is_empty()) else { continue };
             if server.slow_start_fraction < 1.0 {
                 summary.servers.push(SummarizedServer { id: server.id, loads: ServerLoads::Relayed(cores.clone()) });
                 continue;
             }
-            let loads = ServerLoads::Aggregated { sum: loads.sum(), core_count: loads.core_count() };
+            let loads = ServerLoads::Aggregated { sum: loads.load_sum(), core_count: loads.core_count() };
             summary.servers.push(SummarizedServer { id: server.id, loads });
             if !server.is_eligible {
                 continue;
@@ -124,7 +124,7 @@ fn build_candidate_list(
     servers: &[&PoolServer],
     bucket_count: BucketCount,
     max_candidate_count: usize,
-) -> CandidateList {
+) -> BucketCandidateList {
     let candidates_per_bucket = servers.len().min(max_candidate_count);
     let mut candidates = Vec::with_capacity(candidates_per_bucket * bucket_count.get() as usize);
     for bucket in 0..bucket_count.get() {
@@ -137,5 +137,5 @@ fn build_candidate_list(
         }
         candidates.extend(least_cores.cores_with_loads().map(|(core, load, _)| (core, load)));
     }
-    CandidateList { key: key.clone(), candidates_per_bucket, candidates }
+    BucketCandidateList { key: key.clone(), candidates_per_bucket, candidates }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::least_loaded::{LeastLoadedCores, RankedCore};
 use super::loads::{LoadHistogram, ServerClass};
-use super::{CandidateList, RackSummary};
+use super::{BucketCandidateList, RackSummary};
 use crate::placement::BucketCount;
 use crate::rss::RssKey;
 
@@ -39,7 +39,10 @@ pub struct RackHistograms {
 
 impl RackHistograms {
     /// Merges the histograms of these summaries, and returns the load histogram of each class.
-    pub fn update(&mut self, newest_summaries: &[Arc<RackSummary>]) -> &BTreeMap<ServerClass, LoadHistogram> {
+    pub fn update_histograms(
+        &mut self,
+        newest_summaries: &[Arc<RackSummary>],
+    ) -> &BTreeMap<ServerClass, LoadHistogram> {
         match self.merged_summaries.replace_and_find_changes(newest_summaries) {
             Some(changed_racks) => {
                 for (position, previous_rack) in changed_racks {
@@ -66,17 +69,17 @@ impl RackHistograms {
 
 /// Least loaded cores of each bucket, among all racks' servers with one RSS key.
 #[derive(Debug, Default)]
-pub struct RackAggregate {
+pub struct RackSummaryAggregate {
     merged_summaries: MergedSummaries,
     rss_key: Option<RssKey>,
     total_core_count: usize,
     least_cores_by_bucket: Vec<LeastLoadedCores>,
 }
 
-impl RackAggregate {
+impl RackSummaryAggregate {
     /// Updates the least loaded cores by these summaries. `needed_core_count` is the number of cores needed for each
     /// bucket.
-    pub fn update(
+    pub fn update_summaries(
         &mut self,
         newest_summaries: &[Arc<RackSummary>],
         key: &RssKey,
@@ -116,7 +119,7 @@ impl RackAggregate {
 
     fn replace_cores_of_rack(&mut self, rack_index: usize, rack: &RackSummary) {
         let Some(key) = &self.rss_key else { return };
-        let candidate_lists: Vec<&CandidateList> = candidate_lists_with_key(rack, key).collect();
+        let candidate_lists: Vec<&BucketCandidateList> = candidate_lists_with_key(rack, key).collect();
         for (bucket, least_cores) in (0..).zip(&mut self.least_cores_by_bucket) {
             let Some(insertion_bound) = least_cores.remove_source(rack_index as u32) else { continue };
             for list in &candidate_lists {
@@ -140,11 +143,14 @@ impl RackAggregate {
     }
 }
 
-fn candidate_lists_with_key<'a>(rack: &'a RackSummary, key: &'a RssKey) -> impl Iterator<Item = &'a CandidateList> {
+fn candidate_lists_with_key<'a>(
+    rack: &'a RackSummary,
+    key: &'a RssKey,
+) -> impl Iterator<Item = &'a BucketCandidateList> {
     rack.candidate_lists.iter().filter(move |list| list.key == *key)
 }
 
-fn ranked_cores(rack_index: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = RankedCore> {
-    let candidates = list.bucket(bucket).iter();
-    candidates.map(move |(core, load)| RankedCore { load: *load, core: *core, source: rack_index as u32 })
+fn ranked_cores(rack_index: usize, list: &BucketCandidateList, bucket: u32) -> impl Iterator<Item = RankedCore> {
+    let candidates = list.candidates_of_bucket(bucket).iter();
+    candidates.map(move |(core, load)| RankedCore { load: *load, core: *core, reporter_index: rack_index as u32 })
 }

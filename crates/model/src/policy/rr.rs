@@ -1,11 +1,11 @@
 //! Policy `rr`, by which new connections go to the servers in turn, each as often as its weight.
 
 use super::wrr_schedule::weighted_turn_table;
-use super::{Policy, Pool, independent_hash_key};
+use super::{Policy, ServerPool, independent_hash_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
-pub const NAME: &str = "rr";
+pub const POLICY_NAME: &str = "rr";
 
 pub struct RoundRobinPolicy {
     hash_key: RssKey,
@@ -19,14 +19,14 @@ impl RoundRobinPolicy {
 
 impl Policy for RoundRobinPolicy {
     fn name(&self) -> &'static str {
-        NAME
+        POLICY_NAME
     }
 
     fn reads_loads(&self) -> bool {
         false
     }
 
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let shares: Vec<f64> = pool.new_connection_shares().into_iter().map(|(_, share)| share).collect();
         weighted_turn_table(pool, bucket_count, generation, self.hash_key.clone(), &shares)
     }

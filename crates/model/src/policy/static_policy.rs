@@ -1,7 +1,7 @@
 //! Policies whose table depends on the pool alone (hash, consistent-hash, maglev). They differ in how they share
 //! buckets.
 
-use super::{Policy, Pool, independent_hash_key, table_with_server_per_bucket};
+use super::{Policy, ServerPool, independent_hash_key, table_with_server_per_bucket};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -35,7 +35,7 @@ impl Policy for StaticPolicy {
         true
     }
 
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         let server_positions = (self.assign_buckets)(&pool.new_connection_shares(), bucket_count.get() as usize);
         table_with_server_per_bucket(pool, bucket_count, generation, self.hash_key.clone(), &server_positions)
     }

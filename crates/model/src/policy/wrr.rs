@@ -2,11 +2,11 @@
 //! The default capacity is the number of cores.
 
 use super::wrr_schedule::weighted_turn_table;
-use super::{Policy, Pool, independent_hash_key};
+use super::{Policy, ServerPool, independent_hash_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
-pub const NAME: &str = "wrr";
+pub const POLICY_NAME: &str = "wrr";
 
 pub struct WeightedRoundRobinPolicy {
     hash_key: RssKey,
@@ -20,7 +20,7 @@ impl WeightedRoundRobinPolicy {
 
 impl Policy for WeightedRoundRobinPolicy {
     fn name(&self) -> &'static str {
-        NAME
+        POLICY_NAME
     }
 
     fn reads_loads(&self) -> bool {
@@ -31,15 +31,15 @@ impl Policy for WeightedRoundRobinPolicy {
         true
     }
 
-    fn compute_table(&mut self, pool: &Pool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &ServerPool, bucket_count: BucketCount, generation: u64) -> PlacementTable {
         weighted_turn_table(pool, bucket_count, generation, self.hash_key.clone(), &fair_shares_by_capacity(pool))
     }
 }
 
-fn fair_shares_by_capacity(pool: &Pool) -> Vec<f64> {
+fn fair_shares_by_capacity(pool: &ServerPool) -> Vec<f64> {
     pool.new_connection_shares()
         .into_iter()
-        .zip(pool.capacities())
+        .zip(pool.server_capacities())
         .map(|((_, share), capacity)| share * capacity)
         .collect()
 }
@@ -52,7 +52,7 @@ mod tests {
 
     #[test]
     fn core_count_is_taken_from_reported_loads_or_indirection_table() {
-        let server = |id: u64, loads: Option<Vec<f64>>, cores: Option<u16>| PoolServer {
+        let build_pool_server = |id: u64, loads: Option<Vec<f64>>, cores: Option<u16>| PoolServer {
             loads: loads.map(ServerLoads::from),
             rss: cores.map(|cores| RssConfig {
                 key: RssKey::microsoft_verification_key(),
@@ -60,32 +60,35 @@ mod tests {
             }),
             ..PoolServer::new(id.try_into().unwrap())
         };
-        let server_with_loads = server(1, Some(vec![0.5; 8]), Some(4));
-        let pool = Pool::new(vec![server_with_loads.clone(), server(2, None, Some(4)), server(3, None, None)], 1);
+        let server_with_loads = build_pool_server(1, Some(vec![0.5; 8]), Some(4));
+        let pool = ServerPool::new(
+            vec![server_with_loads.clone(), build_pool_server(2, None, Some(4)), build_pool_server(3, None, None)],
+            1,
+        );
         assert_eq!(fair_shares_by_capacity(&pool), [8.0, 4.0, 6.0]);
-        assert_eq!(fair_shares_by_capacity(&Pool::new(vec![server(3, None, None)], 1)), [1.0]);
+        assert_eq!(fair_shares_by_capacity(&ServerPool::new(vec![build_pool_server(3, None, None)], 1)), [1.0]);
         let configured_server = PoolServer {
             weight: ServerWeight::new(3).unwrap(),
             capacity: Some(ServerCapacity::new(2.5).unwrap()),
             slow_start_fraction: 0.5,
             ..server_with_loads.clone()
         };
-        assert_eq!(fair_shares_by_capacity(&Pool::new(vec![configured_server], 1)), [3.75]);
+        assert_eq!(fair_shares_by_capacity(&ServerPool::new(vec![configured_server], 1)), [3.75]);
 
         // Only the server itself reports its number of cores.
-        let server_with_false_report = server(4, Some(vec![0.0; 4096]), None);
-        let pool = Pool::new(
+        let server_with_false_report = build_pool_server(4, Some(vec![0.0; 4096]), None);
+        let pool = ServerPool::new(
             vec![
-                server(1, None, Some(4)),
-                server(2, None, Some(4)),
-                server(3, None, Some(4)),
+                build_pool_server(1, None, Some(4)),
+                build_pool_server(2, None, Some(4)),
+                build_pool_server(3, None, Some(4)),
                 server_with_false_report,
             ],
             1,
         );
         assert_eq!(fair_shares_by_capacity(&pool), [4.0, 4.0, 4.0, 32.0]);
 
-        let pool = Pool::new(vec![server_with_loads, server(2, None, Some(4))], 1);
+        let pool = ServerPool::new(vec![server_with_loads, build_pool_server(2, None, Some(4))], 1);
         let table = WeightedRoundRobinPolicy::new(1).compute_table(&pool, BucketCount::PAPER_VALUE, 1);
         assert_eq!(table.members.iter().map(|member| member.server.get()).collect::<Vec<_>>(), [1, 2, 1]);
     }

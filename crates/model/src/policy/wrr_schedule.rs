@@ -5,14 +5,14 @@ use std::collections::BinaryHeap;
 
 use coreward_intf as intf;
 
-use super::{Pool, table_without_candidates};
+use super::{ServerPool, table_without_candidates};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
 /// Returns a round-robin table in which the turns of each server are in proportion to its share. `shares` has a share
 /// above 0 for each eligible server, by id.
 pub fn weighted_turn_table(
-    pool: &Pool,
+    pool: &ServerPool,
     bucket_count: BucketCount,
     generation: u64,
     key: RssKey,
@@ -124,17 +124,17 @@ mod tests {
     fn oversized_weights_are_scaled_down() {
         let weights: Vec<u32> = (0..2_000).map(|server| if server < 1_000 { 30 } else { 2 }).collect();
         let scaled_turns = positions_for_weights(&weights);
-        let turn_count = |server: usize| scaled_turns.iter().filter(|position| **position == server).count();
+        let count_server_turns = |server: usize| scaled_turns.iter().filter(|position| **position == server).count();
         assert!(
             scaled_turns.len() <= intf::MAX_MEMBERS as usize && scaled_turns.len() > 15_000,
             "{}",
             scaled_turns.len()
         );
         assert!(
-            (14..=15).contains(&turn_count(3)) && turn_count(1_500) == 1,
+            (14..=15).contains(&count_server_turns(3)) && count_server_turns(1_500) == 1,
             "{} and {}",
-            turn_count(3),
-            turn_count(1_500)
+            count_server_turns(3),
+            count_server_turns(1_500)
         );
         assert_eq!(reduce_weights_to_fit(&[7; 16_384]), [1; 16_384]);
     }

@@ -6,7 +6,7 @@ use super::MAX_INPUT_BYTES;
 
 /// Transformation of a packet's addresses and ports before the NIC hashes them (`input_xfrm` of `struct ethtool_rxfh`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum InputTransform {
+pub enum RssInputTransform {
     /// Addresses and ports are hashed unchanged.
     #[default]
     None,
@@ -23,7 +23,7 @@ pub enum InputTransform {
 #[error("input transform {0} of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)")]
 pub struct UnknownInputTransform(pub u32);
 
-impl TryFrom<u32> for InputTransform {
+impl TryFrom<u32> for RssInputTransform {
     type Error = UnknownInputTransform;
 
     fn try_from(number: u32) -> Result<Self, UnknownInputTransform> {
@@ -32,7 +32,7 @@ impl TryFrom<u32> for InputTransform {
     }
 }
 
-impl InputTransform {
+impl RssInputTransform {
     /// All input transforms in the order of their numbers.
     pub const ALL: [Self; 3] = [Self::None, Self::SymmetricXor, Self::SymmetricOrXor];
 

@@ -10,33 +10,33 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 /// Number of tuples in each set. By chance, it causes 128 collisions in 4,096 table positions.
-const TUPLE_COUNT: u32 = 1024;
+const TUPLES_PER_SET: u32 = 1024;
 const KEY_COUNT: u64 = 200;
 /// Number of hash bits that select a table position. In coreward, a source's counter takes 12 bits, a hint 14, and a
 /// set of the flow table 17.
-const POSITION_BITS: u32 = 12;
+const TABLE_POSITION_BITS: u32 = 12;
 /// Ratio of a set's collisions to those by chance, from which the set counts as structured.
 const MAX_COLLISION_RATIO: f64 = 1.25;
 
 /// Name of a set of clients, and function that returns a client of the set by its number.
 type ClientSet = (&'static str, fn(u32) -> SocketAddr);
 
-fn client(address: u32, port: u32) -> SocketAddr {
+fn client_address(address: u32, port: u32) -> SocketAddr {
     SocketAddr::new(Ipv4Addr::from(address).into(), port as u16)
 }
 
 /// Sets of clients whose addresses and ports differ where a sender can choose, in low and high bits. They are counters,
 /// strides and Gray codes, which change one bit at a time.
 const CLIENT_SETS: [ClientSet; 9] = [
-    ("ports in a row", |n| client(0xc000_0201, 1024 + n)),
-    ("ports in steps of 64", |n| client(0xc000_0201, n << 6)),
-    ("ports by a Gray code", |n| client(0xc000_0201, n ^ n >> 1)),
-    ("addresses in a row", |n| client(0xc000_0000 + n, 4000)),
-    ("addresses in steps of 2^22", |n| client(n << 22, 4000)),
-    ("addresses by a Gray code", |n| client((n ^ n >> 1) << 12, 4000)),
-    ("first byte and high bits of the port", |n| client(n << 24, (n >> 8) << 14)),
-    ("port and address alike", |n| client(n, n)),
-    ("port against address", |n| client(0xc000_0000 + n, 65_535 - n)),
+    ("ports in a row", |n| client_address(0xc000_0201, 1024 + n)),
+    ("ports in steps of 64", |n| client_address(0xc000_0201, n << 6)),
+    ("ports by a Gray code", |n| client_address(0xc000_0201, n ^ n >> 1)),
+    ("addresses in a row", |n| client_address(0xc000_0000 + n, 4000)),
+    ("addresses in steps of 2^22", |n| client_address(n << 22, 4000)),
+    ("addresses by a Gray code", |n| client_address((n ^ n >> 1) << 12, 4000)),
+    ("first byte and high bits of the port", |n| client_address(n << 24, (n >> 8) << 14)),
+    ("port and address alike", |n| client_address(n, n)),
+    ("port against address", |n| client_address(0xc000_0000 + n, 65_535 - n)),
 ];
 
 /// Returns the ratio of the set's colliding pairs to the number expected by chance, averaged over many keys. A pair
@@ -47,21 +47,21 @@ fn collision_ratio_to_chance(hash: fn(&CookieKey, SocketAddr) -> u64, set: Clien
     for _ in 0..KEY_COUNT {
         let key = CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let mut tuple_count_by_position: HashMap<u64, u64> = HashMap::new();
-        for n in 0..TUPLE_COUNT {
+        for n in 0..TUPLES_PER_SET {
             *tuple_count_by_position
-                .entry(hash(&key, set.1(n)) >> hash_shift & ((1 << POSITION_BITS) - 1))
+                .entry(hash(&key, set.1(n)) >> hash_shift & ((1 << TABLE_POSITION_BITS) - 1))
                 .or_default() += 1;
         }
         colliding_pair_count += tuple_count_by_position.values().map(|count| count * (count - 1) / 2).sum::<u64>();
     }
-    let pair_count = f64::from(TUPLE_COUNT) * f64::from(TUPLE_COUNT - 1) / 2.0;
-    colliding_pair_count as f64 / KEY_COUNT as f64 / (pair_count / f64::from(1 << POSITION_BITS))
+    let pair_count = f64::from(TUPLES_PER_SET) * f64::from(TUPLES_PER_SET - 1) / 2.0;
+    colliding_pair_count as f64 / KEY_COUNT as f64 / (pair_count / f64::from(1 << TABLE_POSITION_BITS))
 }
 
 /// Returns the connection hash, whose low half selects table positions and whose upper half is the tag.
 fn connection_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     let hash = ConnectionHash::new(key, 3, client);
-    u64::from(hash.tag()) << 32 | u64::from(hash.low_half())
+    u64::from(hash.entry_tag()) << 32 | u64::from(hash.low_half())
 }
 
 /// Returns a hash by one multiplication without a fold, so that positions depend only on the low bits of the tuple.

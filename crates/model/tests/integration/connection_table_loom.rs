@@ -12,7 +12,7 @@ use coreward_model::connection_table::table::{
     AtomicWordStorage, ConnectionTable, NewConnection, TableWord, TakeSlotError,
 };
 use coreward_model::connection_table::{
-    ClockTicks, Connection, ConnectionHash, ConnectionIndex, EntryIdentity, TableSize,
+    ClockTicks, Connection, ConnectionHash, ConnectionIndex, ConnectionTableSize, TableEntryIdentity,
 };
 use coreward_model::cookie::CookieKey;
 use loom::sync::Arc;
@@ -26,7 +26,7 @@ const USABLE_SLOT_COUNT: usize = 2;
 
 /// Memory of a connection table. Shared words are loom's, so that each access is a separate step. Other words are
 /// plain.
-struct LoomMemory {
+struct LoomTableMemory {
     stack_top: AtomicU64,
     /// Word of the clock hand, which is plain because packets use it only as a hint.
     clock_hand: PlainWord,
@@ -40,88 +40,92 @@ struct LoomMemory {
     stack_top_mask: u64,
 }
 
-enum WordRef<'a> {
+enum TableWordRef<'a> {
     LoomWord(&'a AtomicU64),
     UnsharedWord(&'a PlainWord),
 }
 
-impl LoomMemory {
+impl LoomTableMemory {
     fn new(stack_top_mask: u64) -> Self {
-        let loom_words = || std::array::from_fn(|_| AtomicU64::new(0));
+        let new_loom_words = || std::array::from_fn(|_| AtomicU64::new(0));
         let plain_entry_words = std::array::from_fn(|_| std::array::from_fn(|_| PlainWord::new(0)));
         let (stack_top, clock_hand) = (AtomicU64::new(0), PlainWord::new(0));
         Self {
             stack_top,
             clock_hand,
-            identity_words: loom_words(),
-            port_flags_next_words: loom_words(),
-            generation_words: loom_words(),
+            identity_words: new_loom_words(),
+            port_flags_next_words: new_loom_words(),
+            generation_words: new_loom_words(),
             plain_entry_words,
             unused_slot_word: PlainWord::new(0),
             stack_top_mask,
         }
     }
 
-    fn word_ref(&self, table_word: TableWord) -> WordRef<'_> {
+    fn word_ref(&self, table_word: TableWord) -> TableWordRef<'_> {
         const IDENTITY_OFFSET: usize = std::mem::offset_of!(intf::connection, identity);
         const PORT_FLAGS_NEXT_OFFSET: usize = std::mem::offset_of!(intf::connection, client_port);
         const GENERATION_OFFSET: usize = std::mem::offset_of!(intf::connection, generation);
         match table_word {
-            TableWord::PartitionStackTop(_) => WordRef::LoomWord(&self.stack_top),
-            TableWord::PartitionClockHand(_) => WordRef::UnsharedWord(&self.clock_hand),
+            TableWord::PartitionStackTop(_) => TableWordRef::LoomWord(&self.stack_top),
+            TableWord::PartitionClockHand(_) => TableWordRef::UnsharedWord(&self.clock_hand),
             TableWord::EntryWordAtOffset(index, field_offset) => {
                 let slot = index.slot() as usize;
                 match field_offset {
-                    _ if slot >= USABLE_SLOT_COUNT => WordRef::UnsharedWord(&self.unused_slot_word),
-                    IDENTITY_OFFSET => WordRef::LoomWord(&self.identity_words[slot]),
-                    PORT_FLAGS_NEXT_OFFSET => WordRef::LoomWord(&self.port_flags_next_words[slot]),
-                    GENERATION_OFFSET => WordRef::LoomWord(&self.generation_words[slot]),
-                    _ => WordRef::UnsharedWord(&self.plain_entry_words[slot][field_offset / 8]),
+                    _ if slot >= USABLE_SLOT_COUNT => TableWordRef::UnsharedWord(&self.unused_slot_word),
+                    IDENTITY_OFFSET => TableWordRef::LoomWord(&self.identity_words[slot]),
+                    PORT_FLAGS_NEXT_OFFSET => TableWordRef::LoomWord(&self.port_flags_next_words[slot]),
+                    GENERATION_OFFSET => TableWordRef::LoomWord(&self.generation_words[slot]),
+                    _ => TableWordRef::UnsharedWord(&self.plain_entry_words[slot][field_offset / 8]),
                 }
             }
         }
     }
 }
 
-impl AtomicWordStorage for LoomMemory {
+impl AtomicWordStorage for LoomTableMemory {
     fn load(&self, table_word: TableWord) -> u64 {
         match self.word_ref(table_word) {
-            WordRef::LoomWord(cell) if matches!(table_word, TableWord::PartitionStackTop(_)) => {
+            TableWordRef::LoomWord(cell) if matches!(table_word, TableWord::PartitionStackTop(_)) => {
                 cell.load(Ordering::Acquire) & self.stack_top_mask
             }
-            WordRef::LoomWord(cell) => cell.load(Ordering::Acquire),
-            WordRef::UnsharedWord(cell) => cell.load(Ordering::Relaxed),
+            TableWordRef::LoomWord(cell) => cell.load(Ordering::Acquire),
+            TableWordRef::UnsharedWord(cell) => cell.load(Ordering::Relaxed),
         }
     }
 
     fn store(&self, table_word: TableWord, value: u64) {
         match self.word_ref(table_word) {
-            WordRef::LoomWord(cell) => cell.store(value, Ordering::Relaxed),
-            WordRef::UnsharedWord(cell) => cell.store(value, Ordering::Relaxed),
+            TableWordRef::LoomWord(cell) => cell.store(value, Ordering::Relaxed),
+            TableWordRef::UnsharedWord(cell) => cell.store(value, Ordering::Relaxed),
         }
     }
 
     fn compare_exchange(&self, table_word: TableWord, old: u64, new: u64) -> bool {
-        let WordRef::LoomWord(cell) = self.word_ref(table_word) else { unreachable!("no plain word is exchanged") };
+        let TableWordRef::LoomWord(cell) = self.word_ref(table_word) else {
+            unreachable!("no plain word is exchanged")
+        };
         let new = if matches!(table_word, TableWord::PartitionStackTop(_)) { new & self.stack_top_mask } else { new };
         cell.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
     fn publish(&self, table_word: TableWord, value: u64) {
-        let WordRef::LoomWord(cell) = self.word_ref(table_word) else { unreachable!("no plain word is published") };
+        let TableWordRef::LoomWord(cell) = self.word_ref(table_word) else {
+            unreachable!("no plain word is published")
+        };
         assert_eq!(cell.swap(value, Ordering::AcqRel), 0, "a slot was handed out that is in use");
     }
 }
 
-type LoomTable = ConnectionTable<LoomMemory>;
+type LoomConnectionTable = ConnectionTable<LoomTableMemory>;
 
-fn table_size() -> TableSize {
-    TableSize::try_from(u64::from(intf::CONNECTIONS_PER_PARTITION)).unwrap()
+fn table_size() -> ConnectionTableSize {
+    ConnectionTableSize::try_from(u64::from(intf::CONNECTIONS_PER_PARTITION)).unwrap()
 }
 
 /// Returns a table with `free_slot_count` free slots in its one partition, of which slot 0 is on top of the stack.
-fn table_with_free_slots(free_slot_count: usize, stack_top_mask: u64) -> Arc<LoomTable> {
-    let table = ConnectionTable::new(LoomMemory::new(stack_top_mask), table_size());
+fn table_with_free_slots(free_slot_count: usize, stack_top_mask: u64) -> Arc<LoomConnectionTable> {
+    let table = ConnectionTable::new(LoomTableMemory::new(stack_top_mask), table_size());
     for slot in (0..free_slot_count as u32).rev() {
         table.push_slot(ConnectionIndex::new(0, slot));
     }
@@ -142,13 +146,13 @@ fn server_of_client(client_port: u16) -> ServerId {
     ServerId::try_from(u64::from(client_port)).unwrap()
 }
 
-fn take_slot(table: &LoomTable, client_port: u16) -> Result<ConnectionIndex, TakeSlotError> {
+fn take_slot(table: &LoomConnectionTable, client_port: u16) -> Result<ConnectionIndex, TakeSlotError> {
     table.take_slot(&new_connection(client_port), server_of_client(client_port), ClockTicks(5))
 }
 
-fn identity_of_client(client_port: u16, generation: u16) -> EntryIdentity {
-    EntryIdentity {
-        tag: new_connection(client_port).hash.tag(),
+fn entry_identity_of_client(client_port: u16, generation: u16) -> TableEntryIdentity {
+    TableEntryIdentity {
+        tag: new_connection(client_port).hash.entry_tag(),
         generation,
         service_slot: SERVICE_SLOT,
         server: server_of_client(client_port),
@@ -157,8 +161,8 @@ fn identity_of_client(client_port: u16, generation: u16) -> EntryIdentity {
 
 /// Frees an entry as user space does, and returns whether it did. The grace period, which only keeps counters apart, is
 /// omitted.
-fn free_entry(table: &LoomTable, index: ConnectionIndex, identity: EntryIdentity) -> bool {
-    let is_released = table.release(index, identity);
+fn free_entry(table: &LoomConnectionTable, index: ConnectionIndex, identity: TableEntryIdentity) -> bool {
+    let is_released = table.release_entry(index, identity);
     if is_released {
         table.push_slot(index);
     }
@@ -166,13 +170,13 @@ fn free_entry(table: &LoomTable, index: ConnectionIndex, identity: EntryIdentity
 }
 
 /// Checks that the entries of `taken_slots` are in use, and that every other slot is on the stack exactly once.
-fn assert_slots_are_consistent(table: &LoomTable, taken_slots: &[(u16, ConnectionIndex)]) {
+fn assert_slots_are_consistent(table: &LoomConnectionTable, taken_slots: &[(u16, ConnectionIndex)]) {
     for (client, index) in taken_slots {
-        let entry = table.connection(*index).expect("it was taken");
+        let entry = table.connection_at(*index).expect("it was taken");
         assert_eq!((entry.client.port(), entry.byte_count), (*client, u64::from(*client)));
         assert_eq!(entry.identity.server, server_of_client(*client));
         assert_eq!(
-            table.find(new_connection(*client).hash, index.slot(), SERVICE_SLOT),
+            table.find_connection(new_connection(*client).hash, index.slot(), SERVICE_SLOT),
             Some((*index, server_of_client(*client)))
         );
     }
@@ -197,7 +201,7 @@ fn slots_are_neither_lost_nor_duplicated_by_concurrent_accesses() {
             let table = table.clone();
             thread::spawn(move || (client, take_slot(&table, client)))
         });
-        assert!(free_entry(&table, first_index, identity_of_client(1, 0)));
+        assert!(free_entry(&table, first_index, entry_identity_of_client(1, 0)));
         let mut taken_slots = Vec::new();
         for (client, take_result) in packet_threads.map(|thread_handle| thread_handle.join().unwrap()) {
             match take_result {
@@ -224,7 +228,7 @@ fn provoke_aba_problem(stack_top_mask: u64) {
         let quick_packet_result = take_slot(&table, 2);
         taken_slots.extend(take_slot(&table, 3).ok().map(|index| (3, index)));
         if let Ok(index) = quick_packet_result {
-            assert!(free_entry(&table, index, identity_of_client(2, 0)));
+            assert!(free_entry(&table, index, entry_identity_of_client(2, 0)));
         }
         taken_slots.extend(take_slot(&table, 4).ok().map(|index| (4, index)));
         taken_slots.extend(delayed_packet_thread.join().unwrap().ok().map(|index| (1, index)));
@@ -253,14 +257,14 @@ fn reader_never_finds_the_server_of_another_connection() {
             let table = table.clone();
             thread::spawn(move || {
                 for client in [1, 2] {
-                    let find_result = table.find(new_connection(client).hash, index.slot(), SERVICE_SLOT);
+                    let find_result = table.find_connection(new_connection(client).hash, index.slot(), SERVICE_SLOT);
                     assert!(find_result.is_none_or(|(_, server)| server == server_of_client(client)));
                 }
             })
         };
-        assert!(free_entry(&table, index, identity_of_client(1, 0)));
+        assert!(free_entry(&table, index, entry_identity_of_client(1, 0)));
         assert_eq!(take_slot(&table, 2), Ok(index));
-        assert_eq!(table.connection(index).unwrap().identity, identity_of_client(2, 1), "the generation grew");
+        assert_eq!(table.connection_at(index).unwrap().identity, entry_identity_of_client(2, 1), "the generation grew");
         reader_thread.join().unwrap();
     });
 }
@@ -272,21 +276,21 @@ fn only_one_of_two_concurrent_frees_of_an_entry_succeeds() {
         let index = take_slot(&table, 1).unwrap();
         let second_thread = {
             let table = table.clone();
-            thread::spawn(move || free_entry(&table, index, identity_of_client(1, 0)))
+            thread::spawn(move || free_entry(&table, index, entry_identity_of_client(1, 0)))
         };
-        let free_results = [free_entry(&table, index, identity_of_client(1, 0)), second_thread.join().unwrap()];
+        let free_results = [free_entry(&table, index, entry_identity_of_client(1, 0)), second_thread.join().unwrap()];
         assert_eq!(free_results.iter().filter(|is_freed| **is_freed).count(), 1);
         assert_slots_are_consistent(&table, &[]);
         // A late caller does not free the entry's next connection either, even if it belongs to the same client.
         assert_eq!(take_slot(&table, 1), Ok(index));
-        assert!(!free_entry(&table, index, identity_of_client(1, 0)));
+        assert!(!free_entry(&table, index, entry_identity_of_client(1, 0)));
     });
 }
 
 /// Runs a packet that reuses the one used slot, whose entry has expired, concurrently with `other_operation`. Returns
 /// both results.
 fn reuse_slot_concurrently_with<T>(
-    other_operation: impl Fn(&LoomTable, ConnectionIndex) -> Option<T>,
+    other_operation: impl Fn(&LoomConnectionTable, ConnectionIndex) -> Option<T>,
 ) -> (Option<ConnectionIndex>, Option<T>) {
     let table = table_with_free_slots(1, FULL_STACK_TOP_MASK);
     let index = take_slot(&table, 1).unwrap();
@@ -297,13 +301,13 @@ fn reuse_slot_concurrently_with<T>(
     let other_result = other_operation(&table, index);
     let reused_index = packet_thread.join().unwrap();
     if reused_index.is_some() {
-        assert_eq!(table.connection(index).unwrap().identity, identity_of_client(2, 1), "the generation grew");
+        assert_eq!(table.connection_at(index).unwrap().identity, entry_identity_of_client(2, 1), "the generation grew");
     }
     (reused_index, other_result)
 }
 
 /// Lets the client with port `client_port` reuse the slot of client 1, whose entry counts as expired.
-fn reuse_expired_slot(table: &LoomTable, client_port: u16) -> Option<ConnectionIndex> {
+fn reuse_expired_slot(table: &LoomConnectionTable, client_port: u16) -> Option<ConnectionIndex> {
     let is_of_client_1 = |connection: &Connection| connection.client.port() == 1;
     table
         .reuse_expired_slot(&new_connection(client_port), server_of_client(client_port), ClockTicks(5), is_of_client_1)
@@ -321,8 +325,9 @@ fn expired_entry_is_reused_by_at_most_one_packet() {
 #[test]
 fn expired_entry_is_either_reused_or_freed() {
     loom::model(|| {
-        let (reused_index, release_result) =
-            reuse_slot_concurrently_with(|table, index| table.release(index, identity_of_client(1, 0)).then_some(()));
+        let (reused_index, release_result) = reuse_slot_concurrently_with(|table, index| {
+            table.release_entry(index, entry_identity_of_client(1, 0)).then_some(())
+        });
         assert!(reused_index.is_some() != release_result.is_some(), "{reused_index:?}, {release_result:?}");
     });
 }

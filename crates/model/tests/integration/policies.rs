@@ -3,10 +3,10 @@
 use std::collections::{HashMap, HashSet};
 use std::net::Ipv4Addr;
 
-use coreward_model::placement::{BucketCount, PlacementRule, PlacementState, PlacementTable};
+use coreward_model::placement::{BucketCount, PlacementRule, PlacementTable, PlacementTableState};
 use coreward_model::policy::{
-    POLICY_REGISTRY, Policy, Pool, PoolServer, ServerCapacity, ServerWeight, TelemetryLevel, TrafficRates,
-    policy_by_name, policy_names, required_telemetry_level,
+    POLICY_REGISTRY, Policy, PoolServer, ServerCapacity, ServerPool, ServerWeight, TelemetryLevel, TrafficRates,
+    create_policy_by_name, policy_names, required_telemetry_level,
 };
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
@@ -33,7 +33,7 @@ fn four_core_server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> P
     }
 }
 
-fn compute_table_with_128_buckets(policy: &mut dyn Policy, pool: &Pool, generation: u32) -> PlacementTable {
+fn compute_table_with_128_buckets(policy: &mut dyn Policy, pool: &ServerPool, generation: u32) -> PlacementTable {
     policy.compute_table(pool, BucketCount::PAPER_VALUE, generation.into())
 }
 
@@ -52,11 +52,11 @@ fn core_selected_by_rss(server: &PoolServer, tuple: &FourTuple) -> u16 {
 #[test]
 fn hash_uses_all_cores_of_every_server() {
     let rss_key = seeded_rss_key(1);
-    let pool = Pool::new((1..=4).map(|n| four_core_server(n, &rss_key, None)).collect(), 1);
-    let table = policy_by_name("hash", 5).unwrap().compute_table(&pool, BucketCount::PAPER_VALUE, 1);
+    let pool = ServerPool::new((1..=4).map(|n| four_core_server(n, &rss_key, None)).collect(), 1);
+    let table = create_policy_by_name("hash", 5).unwrap().compute_table(&pool, BucketCount::PAPER_VALUE, 1);
     let mut connection_count_by_core: HashMap<(ServerId, u16), u32> = HashMap::new();
     for tuple in four_tuples(16_000) {
-        let selected_id = table.select_server(&mut PlacementState::default(), &tuple).unwrap();
+        let selected_id = table.select_server(&mut PlacementTableState::default(), &tuple).unwrap();
         let server = pool.servers().iter().find(|server| server.id == selected_id).unwrap();
         *connection_count_by_core.entry((selected_id, core_selected_by_rss(server, &tuple))).or_default() += 1;
     }
@@ -71,9 +71,9 @@ fn hash_uses_all_cores_of_every_server() {
 #[test]
 fn crossrss_assigns_buckets_cyclically_before_the_first_report() {
     let rss_key = seeded_rss_key(1);
-    let pool = Pool::new([9, 3, 5].map(|n| four_core_server(n, &rss_key, None)).to_vec(), 1);
+    let pool = ServerPool::new([9, 3, 5].map(|n| four_core_server(n, &rss_key, None)).to_vec(), 1);
     for policy in ["crossrss", "crossrss-plus"] {
-        let table = compute_table_with_128_buckets(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
+        let table = compute_table_with_128_buckets(create_policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
         for bucket in 0..128 {
             assert_eq!(
                 table.bucket_candidates(0, bucket)[0].server,
@@ -89,8 +89,8 @@ fn crossrss_selects_the_least_loaded_core_and_the_lowest_id_of_equals() {
     let rss_key = seeded_rss_key(1);
     let loads = [[0.5, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.3], [0.2, 0.2, 0.9, 0.9]];
     let servers: Vec<_> = (0..3).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect();
-    let pool = Pool::new(servers, 1);
-    let table = compute_table_with_128_buckets(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
+    let pool = ServerPool::new(servers, 1);
+    let table = compute_table_with_128_buckets(create_policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.rule, PlacementRule::Table);
     for bucket in 0..128 {
         let load_of_reachable_core = |server: &&PoolServer| {
@@ -109,10 +109,10 @@ fn crossrss_selects_the_least_loaded_core_and_the_lowest_id_of_equals() {
 fn crossrss_plus_spreads_a_burst_of_connections_between_reports() {
     let rss_key = seeded_rss_key(1);
     let servers: Vec<_> = (1..=4).map(|n| four_core_server(n, &rss_key, Some([0.5 - n as f64 / 1000.0; 4]))).collect();
-    let pool = Pool::new(servers, 1);
+    let pool = ServerPool::new(servers, 1);
     let largest_connection_count = |policy: &str| {
-        let table = compute_table_with_128_buckets(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
-        let mut state = PlacementState::for_table(&table);
+        let table = compute_table_with_128_buckets(create_policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
+        let mut state = PlacementTableState::for_table(&table);
         let mut connection_count_by_server: HashMap<ServerId, u32> = HashMap::new();
         four_tuples(400).for_each(|tuple| {
             *connection_count_by_server.entry(table.select_server(&mut state, &tuple).unwrap()).or_default() += 1
@@ -127,9 +127,9 @@ fn crossrss_plus_spreads_a_burst_of_connections_between_reports() {
 fn crossrss_plus_spreads_connections_evenly_over_an_idle_pool() {
     let rss_key = seeded_rss_key(1);
     let idle_server = |n| PoolServer { open_connection_count: 0, ..four_core_server(n, &rss_key, Some([0.0; 4])) };
-    let pool = Pool::new((1..=4).map(idle_server).collect(), 1);
-    let table = compute_table_with_128_buckets(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
-    let mut state = PlacementState::for_table(&table);
+    let pool = ServerPool::new((1..=4).map(idle_server).collect(), 1);
+    let table = compute_table_with_128_buckets(create_policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let mut state = PlacementTableState::for_table(&table);
     let mut connection_count_by_server: HashMap<ServerId, u32> = HashMap::new();
     four_tuples(400).for_each(|tuple| {
         *connection_count_by_server.entry(table.select_server(&mut state, &tuple).unwrap()).or_default() += 1
@@ -144,9 +144,9 @@ fn crossrss_plus_spreads_connections_evenly_over_an_idle_pool() {
 #[test]
 fn crossrss_plus_spreads_connections_evenly_over_cores_before_the_first_report() {
     let rss_key = seeded_rss_key(1);
-    let pool = Pool::new((1..=4).map(|n| four_core_server(n, &rss_key, None)).collect(), 1);
-    let table = compute_table_with_128_buckets(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
-    let mut state = PlacementState::for_table(&table);
+    let pool = ServerPool::new((1..=4).map(|n| four_core_server(n, &rss_key, None)).collect(), 1);
+    let table = compute_table_with_128_buckets(create_policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let mut state = PlacementTableState::for_table(&table);
     let mut connection_count_by_core: HashMap<(ServerId, u16), u32> = HashMap::new();
     for tuple in four_tuples(1_600) {
         let selected_id = table.select_server(&mut state, &tuple).unwrap();
@@ -166,8 +166,8 @@ fn interval_connections_count_as_1_5_times_the_deficits() {
     // The mean is 0.5, and two cores lack 0.2 and 0.1.
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let create_pool =
-        || Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
-    let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
+        || ServerPool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
+    let mut policy = create_policy_by_name("crossrss-plus", 1).unwrap();
     // The loads do not change, so newest and recent loads are the same.
     let mut assignment_cost_for = |opened_connection_count| {
         let table = policy.compute_table(
@@ -188,7 +188,7 @@ fn interval_connections_count_as_1_5_times_the_deficits() {
 fn policies_that_use_opened_connection_counts_request_telemetry() {
     let rss_key = seeded_rss_key(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
-    let pool = Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 1);
+    let pool = ServerPool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 1);
     let mut dependent_policies = Vec::new();
     for (name, make_policy) in POLICY_REGISTRY {
         let cost_and_candidates_for = |opened_connection_count| {
@@ -211,9 +211,9 @@ fn policies_that_use_opened_connection_counts_request_telemetry() {
 fn cost_of_a_request_is_the_mean_load_per_request() {
     let rss_key = seeded_rss_key(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
-    let pool = Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
+    let pool = ServerPool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let pool = pool.with_opened_connections(400).counting_placements_as_requests();
-    let table = compute_table_with_128_buckets(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let table = compute_table_with_128_buckets(create_policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     // The cost is all load (4) over an interval's requests, of which each of the two load balancers gets half.
     let assignment_cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
     assert!((assignment_cost - 0.02).abs() < 1e-5, "{assignment_cost}");
@@ -225,12 +225,13 @@ fn servers_outside_the_four_largest_rss_groups_use_mean_load() {
     // unknown.
     let mut servers: Vec<_> = (1..=7).map(|n| four_core_server(n, &seeded_rss_key(n.min(6)), Some([0.5; 4]))).collect();
     servers.push(PoolServer { rss: None, ..four_core_server(8, &seeded_rss_key(1), Some([0.0, 0.0, 0.2, 0.2])) });
-    let pool = Pool::new(servers, 1);
-    let table = compute_table_with_128_buckets(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
+    let pool = ServerPool::new(servers, 1);
+    let table = compute_table_with_128_buckets(create_policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.rss_key_by_group.len(), 4);
     assert_eq!(table.rss_key_by_group[0], seeded_rss_key(6));
-    let selected_ids: HashSet<_> =
-        four_tuples(100).map(|tuple| table.select_server(&mut PlacementState::default(), &tuple).unwrap()).collect();
+    let selected_ids: HashSet<_> = four_tuples(100)
+        .map(|tuple| table.select_server(&mut PlacementTableState::default(), &tuple).unwrap())
+        .collect();
     assert_eq!(selected_ids, HashSet::from([server_id(8)]));
 }
 
@@ -241,8 +242,8 @@ fn missing_loads_count_as_neutral_and_draining_server_is_excluded() {
         [[0.1; 4], [0.9; 4]].iter().zip(1..).map(|(loads, n)| four_core_server(n, &rss_key, Some(*loads))).collect();
     servers.push(four_core_server(3, &rss_key, None));
     let server_of_bucket_0 = |servers: &[PoolServer]| {
-        let pool = Pool::new(servers.to_vec(), 1);
-        let table = compute_table_with_128_buckets(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
+        let pool = ServerPool::new(servers.to_vec(), 1);
+        let table = compute_table_with_128_buckets(create_policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
         table.bucket_candidates(0, 0)[0].server
     };
     assert_eq!(server_of_bucket_0(&servers), server_id(1));
@@ -250,7 +251,7 @@ fn missing_loads_count_as_neutral_and_draining_server_is_excluded() {
     // Neutral is now the mean of the remaining servers, which is 0.9 on both, and the lower id wins.
     assert_eq!(server_of_bucket_0(&servers), server_id(2));
     servers[1].loads = Some(vec![0.95, 0.95, 0.9, 0.9].into());
-    let pool = Pool::new(servers.clone(), 1);
+    let pool = ServerPool::new(servers.clone(), 1);
     assert!((pool.neutral_load() - 0.925).abs() < 1e-9);
 }
 
@@ -280,11 +281,11 @@ proptest! {
             ..PoolServer::new(server_id(n as u64 * 37))
         }).collect();
         let eligible_ids: HashSet<ServerId> = servers.iter().filter(|s| s.is_eligible).map(|s| s.id).collect();
-        let pool = Pool::new(servers, 2);
+        let pool = ServerPool::new(servers, 2);
         for name in policy_names() {
             let bucket_count = BucketCount::new(1 << bits).unwrap();
-            let table = policy_by_name(name, seed).unwrap().compute_table(&pool, bucket_count, 1);
-            let mut state = PlacementState::for_table(&table);
+            let table = create_policy_by_name(name, seed).unwrap().compute_table(&pool, bucket_count, 1);
+            let mut state = PlacementTableState::for_table(&table);
             for tuple in four_tuples(50) {
                 let selected_id = table.select_server(&mut state, &tuple);
                 prop_assert_eq!(selected_id.is_none(), eligible_ids.is_empty());
@@ -309,10 +310,10 @@ fn tables_depend_on_loads_exactly_if_policy_reads_loads() {
         };
         let idle_server =
             |n| PoolServer { traffic: traffic_rates(10), ..four_core_server(n, &rss_key, Some([0.5; 4])) };
-        Pool::new((1..=20).map(|n| if n % 2 == 0 { busy_server(n) } else { idle_server(n) }).collect(), 1)
+        ServerPool::new((1..=20).map(|n| if n % 2 == 0 { busy_server(n) } else { idle_server(n) }).collect(), 1)
     });
     for name in policy_names() {
-        let mut policy = policy_by_name(name, 1).unwrap();
+        let mut policy = create_policy_by_name(name, 1).unwrap();
         let [idle_pool_table, loaded_pool_table] = pools.each_ref().map(|pool| {
             let table = policy.compute_table(pool, BucketCount::PAPER_VALUE, 1);
             let members: Vec<ServerId> = table.members.iter().map(|member| member.server).collect();
@@ -326,7 +327,7 @@ fn tables_depend_on_loads_exactly_if_policy_reads_loads() {
 #[test]
 fn unknown_policy_is_rejected_with_the_list_of_policies() {
     assert_eq!(
-        policy_by_name("crosrss", 1).err().unwrap().to_string(),
+        create_policy_by_name("crosrss", 1).err().unwrap().to_string(),
         "policy \"crosrss\" does not exist: expected one of hash, consistent-hash, maglev, bounded-load, rr, wrr, \
          awrr, pow2, pow2:connections, pow2:packets, pow2:bytes, least, least:packets, least:bytes, least:cpu, \
          crossrss, crossrss-plus"
@@ -339,7 +340,7 @@ fn unknown_policy_is_rejected_with_the_list_of_policies() {
 fn connection_fraction_of_heavy_server(policy_name: &str, base_load: f64, load_per_connection: f64) -> f64 {
     const CONNECTIONS_PER_INTERVAL: u32 = 60;
     let rss_key = seeded_rss_key(7);
-    let mut policy = policy_by_name(policy_name, 5).unwrap();
+    let mut policy = create_policy_by_name(policy_name, 5).unwrap();
     let mut core_loads_by_server = [[base_load; 4]; 3];
     let mut connection_count_by_server = [0u32; 3];
     for generation in 1..=500u32 {
@@ -349,9 +350,9 @@ fn connection_fraction_of_heavy_server(policy_name: &str, base_load: f64, load_p
                 ..four_core_server(n as u64 + 1, &rss_key, Some(core_loads_by_server[n]))
             })
             .collect();
-        let pool = Pool::new(servers.clone(), 1).with_opened_connections(CONNECTIONS_PER_INTERVAL.into());
+        let pool = ServerPool::new(servers.clone(), 1).with_opened_connections(CONNECTIONS_PER_INTERVAL.into());
         let table = compute_table_with_128_buckets(policy.as_mut(), &pool, generation);
-        let mut state = PlacementState::for_table(&table);
+        let mut state = PlacementTableState::for_table(&table);
         core_loads_by_server = [[base_load; 4]; 3];
         for tuple in four_tuples(CONNECTIONS_PER_INTERVAL * (generation + 1))
             .skip((CONNECTIONS_PER_INTERVAL * generation) as usize)

@@ -5,20 +5,20 @@ use std::sync::Arc;
 use coreward_model::ServerId;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{
-    Pool, PoolServer, RackSummary, ServerCapacity, ServerLoads, ServerWeight, TrafficRates, policy_by_name,
-    policy_names,
+    PoolServer, RackSummary, ServerCapacity, ServerLoads, ServerPool, ServerWeight, TrafficRates,
+    create_policy_by_name, policy_names,
 };
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use proptest::prelude::*;
 
 /// Number of reports in a test. It is more than one because policies keep loads from report to report.
-const REPORT_COUNT: u64 = 4;
+const REPORTS_PER_TEST: u64 = 4;
 
 /// Server and the index of its rack, or `None` if the server's agent reports directly to the controller.
 #[derive(Debug, Clone)]
 struct RackServer {
     server: PoolServer,
-    rack: Option<usize>,
+    rack_index: Option<usize>,
 }
 
 prop_compose! {
@@ -36,7 +36,7 @@ prop_compose! {
         slow_start_fraction in prop_oneof![4 => Just(1.0), 1 => Just(0.3)],
         capacity in prop::option::weighted(0.2, (1u32..9).prop_map(f64::from)),
         traffic in prop::option::of((0.0..1e6, 0.0..1e9)),
-        rack in prop::option::weighted(0.8, 0usize..4),
+        rack_index in prop::option::weighted(0.8, 0usize..4),
         seed: u64,
     ) -> RackServer {
         let rss = key.map(|key| RssConfig {
@@ -56,24 +56,24 @@ prop_compose! {
             }),
             ..PoolServer::new(ServerId::try_from(0).unwrap())
         };
-        RackServer { server, rack }
+        RackServer { server, rack_index }
     }
 }
 
-fn create_pool(servers: &[PoolServer], counts_placements_as_requests: bool) -> Pool {
-    let pool = Pool::new(servers.to_vec(), 2).with_opened_connections(300);
+fn create_pool(servers: &[PoolServer], counts_placements_as_requests: bool) -> ServerPool {
+    let pool = ServerPool::new(servers.to_vec(), 2).with_opened_connections(300);
     if counts_placements_as_requests { pool.counting_placements_as_requests() } else { pool }
 }
 
 fn servers_in_rack(servers: &[RackServer], rack: usize) -> Vec<PoolServer> {
-    let is_in_rack = |server_in_rack: &&RackServer| server_in_rack.rack == Some(rack);
+    let is_in_rack = |server_in_rack: &&RackServer| server_in_rack.rack_index == Some(rack);
     servers.iter().filter(is_in_rack).map(|server_in_rack| server_in_rack.server.clone()).collect()
 }
 
 /// Returns all servers. Only those that report directly to the controller have loads.
 fn servers_with_direct_loads(servers: &[RackServer]) -> Vec<PoolServer> {
     let with_direct_loads = |server_in_rack: &RackServer| PoolServer {
-        loads: server_in_rack.server.loads.clone().filter(|_| server_in_rack.rack.is_none()),
+        loads: server_in_rack.server.loads.clone().filter(|_| server_in_rack.rack_index.is_none()),
         ..server_in_rack.server.clone()
     };
     servers.iter().map(with_direct_loads).collect()
@@ -90,7 +90,7 @@ fn advance_to_next_report(servers: &mut [RackServer], report_index: u64) {
             2 => server.loads = Some(vec![0.3; 4].into()),
             3 => server.slow_start_fraction = 1.0,
             _ => {
-                let core_loads = server.loads.as_ref().and_then(ServerLoads::cores).map(|cores| {
+                let core_loads = server.loads.as_ref().and_then(ServerLoads::core_loads).map(|cores| {
                     cores
                         .iter()
                         .enumerate()
@@ -116,12 +116,12 @@ proptest! {
         let bucket_count = BucketCount::new(1 << bits).unwrap();
         for name in policy_names() {
             let mut servers = servers.clone();
-            let create_policy = || policy_by_name(name, 7).unwrap();
+            let create_policy = || create_policy_by_name(name, 7).unwrap();
             let (mut policy_without_racks, mut policy_above_racks, mut rack_policies) =
                 (create_policy(), create_policy(), std::array::from_fn::<_, 4, _>(|_| create_policy()));
             // As in the controller, one pool is updated from table to table.
             let (mut continued_policy, mut continued_pool) = (create_policy(), None);
-            for report in 1..=REPORT_COUNT {
+            for report in 1..=REPORTS_PER_TEST {
                 let rack_summaries = rack_policies.iter_mut().enumerate().map(|(rack, policy)| {
                     let pool = create_pool(&servers_in_rack(&servers, rack), counts_placements_as_requests);
                     Arc::new(RackSummary::from_pool(&pool, policy.as_mut(), bucket_count, usize::MAX))
@@ -159,20 +159,21 @@ proptest! {
         max_candidate_count in 1usize..9,
     ) {
         let key = RssKey::microsoft_verification_key();
-        let server = |(id, load): (usize, &f64)| PoolServer {
+        let server_with_load = |(id, load): (usize, &f64)| PoolServer {
             loads: Some(vec![*load].into()),
             rss: Some(RssConfig { key: key.clone(), indirection_table: IndirectionTable::balanced(1, 1, 1).unwrap() }),
             ..PoolServer::new(ServerId::try_from(id as u64).unwrap())
         };
-        let servers: Vec<PoolServer> = loads.iter().enumerate().map(server).collect();
+        let servers: Vec<PoolServer> = loads.iter().enumerate().map(server_with_load).collect();
         let bucket_count = BucketCount::new(1).unwrap();
-        let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
+        let mut policy = create_policy_by_name("crossrss-plus", 1).unwrap();
         let summary =
-            RackSummary::from_pool(&Pool::new(servers, 1), policy.as_mut(), bucket_count, max_candidate_count);
+            RackSummary::from_pool(&ServerPool::new(servers, 1), policy.as_mut(), bucket_count, max_candidate_count);
         let mut least_loads = loads.clone();
         least_loads.sort_by(f64::total_cmp);
         least_loads.truncate(max_candidate_count.min(8));
-        let listed_loads: Vec<f64> = summary.candidate_lists[0].bucket(0).iter().map(|(_, load)| *load).collect();
+        let listed_loads: Vec<f64> =
+            summary.candidate_lists[0].candidates_of_bucket(0).iter().map(|(_, load)| *load).collect();
         prop_assert_eq!(listed_loads, least_loads);
     }
 }

@@ -4,21 +4,21 @@
 use std::num::NonZeroU16;
 
 use coreward_model::dispatch::{CoreAssignmentMode, EpochLength, ReservedCores, ScaleDownCondition, ScaleUpCondition};
-use coreward_orchestrator::engine::EngineConfig;
+use coreward_orchestrator::engine::DispatchEngineConfig;
 use coreward_runtime::allocation::SharedCoreAllocator;
 use coreward_runtime::message::HintTrigger;
 use coreward_runtime::worker::Worker;
 
-use crate::engine::{TestEngine, engine_config};
+use crate::engine::{TestEngine, two_service_engine_config};
 
 const CORE_COUNT: u16 = 4;
 const MONITOR_EPOCH_NS: u64 = 16;
 
 /// Returns for each core the numbers of the services that are enabled on it, as a string of digits.
-fn services_of_cores(test_engine: &TestEngine) -> [String; CORE_COUNT as usize] {
+fn enabled_services_by_core(test_engine: &TestEngine) -> [String; CORE_COUNT as usize] {
     let ranks = test_engine.engine.dispatch_policy().ranks();
     let services_of_core =
-        |core| ['0', '1'].into_iter().zip(0..).filter(move |(_, service)| ranks.is_enabled(*service, core));
+        |core| ['0', '1'].into_iter().zip(0..).filter(move |(_, service)| ranks.is_service_enabled(*service, core));
     std::array::from_fn(|core| services_of_core(core as u16).map(|(name, _)| name).collect())
 }
 
@@ -51,9 +51,12 @@ fn complete_all_requests(test_engine: &mut TestEngine, workers: &mut [Worker<'_>
 }
 
 /// Returns the services of each core at the start, during a burst for service 0, and after calm epochs.
-fn assignments_over_time(assignment_mode: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as usize]> {
-    let engine_config =
-        EngineConfig { core_count: CORE_COUNT, rank_bound: NonZeroU16::new(1).unwrap(), ..engine_config() };
+fn core_assignments_over_time(assignment_mode: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as usize]> {
+    let engine_config = DispatchEngineConfig {
+        core_count: CORE_COUNT,
+        rank_bound: NonZeroU16::new(1).unwrap(),
+        ..two_service_engine_config()
+    };
     let mut test_engine = TestEngine::new(&engine_config);
     let runtime = test_engine.connect_runtime();
     let allocator = SharedCoreAllocator::new(assignment_mode, CORE_COUNT, ReservedCores([1, 1]));
@@ -69,17 +72,17 @@ fn assignments_over_time(assignment_mode: CoreAssignmentMode) -> Vec<[String; CO
         workers[0].enable_load_monitor(0, trigger).unwrap();
     }
     test_engine.poll(0);
-    let mut assignments = vec![services_of_cores(&test_engine)];
+    let mut assignments = vec![enabled_services_by_core(&test_engine)];
     (0..8).for_each(|_| test_engine.submit_request(1, 0, b"x"));
     for check in 1..=4 {
         check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * MONITOR_EPOCH_NS);
     }
-    assignments.push(services_of_cores(&test_engine));
+    assignments.push(enabled_services_by_core(&test_engine));
     complete_all_requests(&mut test_engine, &mut workers, 4 * MONITOR_EPOCH_NS + 1);
     for check in 5..=12 {
         check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * MONITOR_EPOCH_NS);
     }
-    assignments.push(services_of_cores(&test_engine));
+    assignments.push(enabled_services_by_core(&test_engine));
     assert_eq!(
         (test_engine.service_counters(0).received_requests, test_engine.service_counters(0).lost_requests),
         (8, 0)
@@ -99,7 +102,7 @@ fn assignments_over_time(assignment_mode: CoreAssignmentMode) -> Vec<[String; CO
 fn dedicated_cores_move_between_services_except_reserved_ones() {
     let expected_assignments = [["0", "0", "1", "1"], ["0", "0", "0", "1"], ["1", "1", "0", "1"]];
     assert_eq!(
-        assignments_over_time(CoreAssignmentMode::Dedicated),
+        core_assignments_over_time(CoreAssignmentMode::Dedicated),
         expected_assignments.map(|cores| cores.map(str::to_owned))
     );
 }
@@ -108,13 +111,13 @@ fn dedicated_cores_move_between_services_except_reserved_ones() {
 fn hybrid_assignment_follows_the_load() {
     let expected_assignments = [["0", "01", "01", "1"], ["0", "0", "0", "1"], ["01", "01", "0", "1"]];
     assert_eq!(
-        assignments_over_time(CoreAssignmentMode::Hybrid),
+        core_assignments_over_time(CoreAssignmentMode::Hybrid),
         expected_assignments.map(|cores| cores.map(str::to_owned))
     );
 }
 
 #[test]
 fn complete_share_assignment_ignores_hints() {
-    let assignments = assignments_over_time(CoreAssignmentMode::CompleteShare);
+    let assignments = core_assignments_over_time(CoreAssignmentMode::CompleteShare);
     assert!(assignments.iter().flatten().all(|services| services == "01"), "{assignments:?}");
 }

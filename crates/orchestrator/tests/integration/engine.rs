@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::{
-    EpochLength, FirstEligibleOutConfig, Lambda, LoadHint, RankRule, RateLimit, ScaleDownCondition, ScaleUpCondition,
+    DispatchRateLimit, EpochLength, FirstEligibleOutConfig, Lambda, LoadHint, RankRule, ScaleDownCondition,
+    ScaleUpCondition,
 };
-use coreward_orchestrator::engine::{Engine, EngineConfig, ServiceConfig, ServiceCounters};
+use coreward_orchestrator::engine::{DispatchEngine, DispatchEngineConfig, EngineServiceConfig, ServiceCounters};
 use coreward_runtime::message::HintTrigger;
-use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeOptions};
-use coreward_runtime::worker::{Runtime, Worker};
+use coreward_runtime::serve::{HandlerContext, HandlerRequest, ReplyAction, RequestHandler, ServeOptions};
+use coreward_runtime::worker::{OrchestratorConnection, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
 const STALL_AFTER_NS: u64 = 1_000_000;
@@ -23,43 +24,43 @@ fn service_address() -> SocketAddrV4 {
 }
 
 /// Returns a configuration with two services in strict priority on 2 cores, and a rank bound of 2.
-pub fn engine_config() -> EngineConfig {
-    let new_service_config = |priority| ServiceConfig {
+pub fn two_service_engine_config() -> DispatchEngineConfig {
+    let new_service_config = |priority| EngineServiceConfig {
         service_entry: ServiceEntry { address: service_address(), priority },
         lambda: Lambda::PAPER_VALUE,
     };
-    EngineConfig {
+    DispatchEngineConfig {
         core_count: 2,
         rank_bound: NonZeroU16::new(2).unwrap(),
         rank_rule: RankRule::Ranked,
         services: vec![new_service_config(0), new_service_config(1)],
-        scheduler: FirstEligibleOutConfig { capacity: 4, ..FirstEligibleOutConfig::strict_priority(0..2) },
+        scheduler: FirstEligibleOutConfig { max_waiting_requests: 4, ..FirstEligibleOutConfig::strict_priority(0..2) },
         payload_bytes: 100,
         stall_after: Duration::from_nanos(STALL_AFTER_NS),
     }
 }
 
 pub struct TestEngine {
-    pub engine: Engine,
+    pub engine: DispatchEngine,
     memory_path: PathBuf,
     core_count: u16,
     _directory: tempfile::TempDir,
 }
 
 impl TestEngine {
-    pub fn new(config: &EngineConfig) -> Self {
+    pub fn new(config: &DispatchEngineConfig) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let memory_path = directory.path().join("cores");
         Self {
-            engine: Engine::new(&memory_path, config).unwrap(),
+            engine: DispatchEngine::new(&memory_path, config).unwrap(),
             memory_path,
             core_count: config.core_count,
             _directory: directory,
         }
     }
 
-    pub fn connect_runtime(&self) -> Runtime {
-        let runtime = Runtime::connect(&self.memory_path).unwrap();
+    pub fn connect_runtime(&self) -> OrchestratorConnection {
+        let runtime = OrchestratorConnection::connect(&self.memory_path).unwrap();
         (0..2).for_each(|service| runtime.register_service(service, service_address(), service).unwrap());
         runtime
     }
@@ -70,7 +71,7 @@ impl TestEngine {
         responses
     }
 
-    pub fn attach_worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
+    pub fn attach_worker<'r>(&mut self, runtime: &'r OrchestratorConnection, core: u16) -> Worker<'r> {
         std::thread::scope(|scope| {
             let worker_thread = scope.spawn(|| runtime.attach_worker(core));
             while !worker_thread.is_finished() {
@@ -81,7 +82,7 @@ impl TestEngine {
     }
 
     /// Attaches a worker on which both services are enabled. It completes only requests that the test takes explicitly.
-    fn attach_serving_worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
+    fn attach_serving_worker<'r>(&mut self, runtime: &'r OrchestratorConnection, core: u16) -> Worker<'r> {
         let mut worker = self.attach_worker(runtime, core);
         (0..2).for_each(|service| worker.enable_service(service, core).unwrap());
         self.poll(0);
@@ -118,7 +119,7 @@ impl TestEngine {
             } = counters;
             let ranks = self.engine.dispatch_policy().ranks();
             let outstanding_request_count: u32 =
-                (0..self.core_count).map(|core| ranks.outstanding_count(service as u8, core)).sum();
+                (0..self.core_count).map(|core| ranks.service_outstanding_count(service as u8, core)).sum();
             let waiting_request_count = self.engine.dispatch_policy().waiting_request_count(service as u8);
             assert_eq!(
                 *received_requests,
@@ -142,17 +143,22 @@ fn take_and_complete_requests(worker: &mut Worker<'_>, service: u8, request_coun
 
 struct EchoHandler;
 
-impl Handler for EchoHandler {
-    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
+impl RequestHandler for EchoHandler {
+    fn handle(
+        &self,
+        request: &HandlerRequest<'_>,
+        response: &mut Vec<u8>,
+        context: &mut HandlerContext<'_>,
+    ) -> ReplyAction {
         response.push(context.core() as u8);
         response.extend_from_slice(request.payload);
-        Reply::Send
+        ReplyAction::Send
     }
 }
 
 #[test]
 fn requests_are_distributed_to_both_cores_and_answered() {
-    let mut test_engine = TestEngine::new(&engine_config());
+    let mut test_engine = TestEngine::new(&two_service_engine_config());
     let runtime = test_engine.connect_runtime();
     let mut workers = [0, 1].map(|core| test_engine.attach_serving_worker(&runtime, core));
     for number in 0..6 {
@@ -194,7 +200,7 @@ fn requests_are_distributed_to_both_cores_and_answered() {
 
 #[test]
 fn requests_of_an_ended_worker_are_lost_and_counted() {
-    let mut test_engine = TestEngine::new(&engine_config());
+    let mut test_engine = TestEngine::new(&two_service_engine_config());
     let runtime = test_engine.connect_runtime();
     let first_worker = test_engine.attach_serving_worker(&runtime, 0);
     (0..5).for_each(|_| test_engine.submit_request(1, 1, b"x"));
@@ -226,7 +232,7 @@ fn requests_of_an_ended_worker_are_lost_and_counted() {
 
 #[test]
 fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
-    let mut test_engine = TestEngine::new(&engine_config());
+    let mut test_engine = TestEngine::new(&two_service_engine_config());
     let runtime = test_engine.connect_runtime();
     let (mut stalls, mut other) =
         (test_engine.attach_serving_worker(&runtime, 0), test_engine.attach_serving_worker(&runtime, 1));
@@ -256,7 +262,7 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
 
 #[test]
 fn full_buffer_drops_requests_of_the_lowest_priority() {
-    let mut test_engine = TestEngine::new(&engine_config());
+    let mut test_engine = TestEngine::new(&two_service_engine_config());
     for service in [1, 1, 0, 0, 0, 1, 0] {
         test_engine.submit_request(1, service, b"x");
     }
@@ -272,7 +278,7 @@ fn full_buffer_drops_requests_of_the_lowest_priority() {
 
 #[test]
 fn feedback_for_requests_that_were_not_sent_is_rejected_and_counted() {
-    let mut test_engine = TestEngine::new(&engine_config());
+    let mut test_engine = TestEngine::new(&two_service_engine_config());
     let runtime = test_engine.connect_runtime();
     let mut worker = test_engine.attach_serving_worker(&runtime, 0);
     test_engine.submit_request(1, 0, b"x");
@@ -298,7 +304,7 @@ fn feedback_for_requests_that_were_not_sent_is_rejected_and_counted() {
 
 #[test]
 fn hint_is_sent_once_to_the_least_loaded_core_until_monitor_is_rearmed() {
-    let mut test_engine = TestEngine::new(&engine_config());
+    let mut test_engine = TestEngine::new(&two_service_engine_config());
     let runtime = test_engine.connect_runtime();
     let mut workers = [0, 1].map(|core| test_engine.attach_serving_worker(&runtime, core));
     let monitor_epoch = EpochLength::power_of_two(4).unwrap();
@@ -343,8 +349,9 @@ fn hint_is_sent_once_to_the_least_loaded_core_until_monitor_is_rearmed() {
 
 #[test]
 fn rate_limit_delays_requests() {
-    let mut rate_limited_config = engine_config();
-    rate_limited_config.scheduler.queues[0].parameters.rate_limit = Some(RateLimit { token_interval: 100, burst: 1 });
+    let mut rate_limited_config = two_service_engine_config();
+    rate_limited_config.scheduler.queues[0].parameters.rate_limit =
+        Some(DispatchRateLimit { token_interval: 100, burst_tokens: 1 });
     let mut test_engine = TestEngine::new(&rate_limited_config);
     let runtime = test_engine.connect_runtime();
     let _worker = test_engine.attach_serving_worker(&runtime, 0);
@@ -362,11 +369,11 @@ fn rate_limit_delays_requests() {
 #[test]
 fn core_of_a_worker_with_damaged_queues_is_released() {
     use std::os::unix::fs::FileExt as _;
-    let mut test_engine = TestEngine::new(&engine_config());
+    let mut test_engine = TestEngine::new(&two_service_engine_config());
     let runtime = test_engine.connect_runtime();
     let mut worker = test_engine.attach_serving_worker(&runtime, 0);
     // The orchestrator reads the worker's cursor only when the queue looks full.
-    for _ in 0..engine_config().rank_bound.get().next_power_of_two() {
+    for _ in 0..two_service_engine_config().rank_bound.get().next_power_of_two() {
         test_engine.submit_request(1, 0, b"x");
         let request = worker.take_request().unwrap().unwrap();
         worker.respond(&request, b"y").unwrap();

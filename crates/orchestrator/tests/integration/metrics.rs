@@ -5,12 +5,12 @@ use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
-use coreward_config::Source;
-use coreward_orchestrator::config::Config;
-use coreward_orchestrator::daemon::Daemon;
+use coreward_config::TomlSource;
+use coreward_orchestrator::config::OrchestratorConfig;
+use coreward_orchestrator::daemon::OrchestratorDaemon;
 use coreward_orchestrator::engine::CoreCounters;
 use coreward_orchestrator::intake::RequestIntake;
-use coreward_orchestrator::report::{OrchestratorStatus, SharedStatus};
+use coreward_orchestrator::report::{OrchestratorStatus, SharedOrchestratorStatus};
 
 use crate::engine::WAIT_TIMEOUT;
 
@@ -32,15 +32,15 @@ fn metrics_show_waiting_requests() {
         "memory = \"{memory_path}\"\ncores = 2\nmetrics = \"{metrics_address}\"\n\
          [[service]]\nlisten = \"{service_address}\"\nmatch = {{ value = 1 }}\npriority = 1\n"
     );
-    let config = Config::parse(&Source::from_text("orchestrate.toml", &config_text)).unwrap();
-    let mut daemon = Daemon::start(&config, RequestIntake::default()).unwrap();
+    let config = OrchestratorConfig::parse(&TomlSource::from_text("orchestrate.toml", &config_text)).unwrap();
+    let mut daemon = OrchestratorDaemon::start(&config, RequestIntake::default()).unwrap();
     let client = UdpSocket::bind("127.0.0.1:0").unwrap();
     for request in [&[1, 2][..], &[9], &[1]] {
         client.send_to(request, service_address).unwrap();
     }
     let stop_flag = AtomicBool::new(false);
     let served_metrics = std::thread::scope(|scope| {
-        scope.spawn(|| daemon.run(&stop_flag).unwrap());
+        scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
         let start_time = Instant::now();
         let mut text = scrape_metrics(metrics_address);
         while !text.contains("event=\"unclassified\"} 1") && start_time.elapsed() < WAIT_TIMEOUT {
@@ -70,9 +70,9 @@ fn status_is_collected_only_on_request() {
         unclassified_datagrams: 0,
         unsent_responses: 0,
     };
-    let (shared_status, mut status_count) = (SharedStatus::new(status_with_workers(0)), 0);
+    let (shared_status, mut status_count) = (SharedOrchestratorStatus::new(status_with_workers(0)), 0);
     let mut publish_status = || {
-        shared_status.publish(|| {
+        shared_status.publish_if_requested(|| {
             status_count += 1;
             status_with_workers(status_count)
         })

@@ -8,19 +8,19 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::{
-    JoinBoundedShortestRankedQueue, Lambda, RankArrays, RankRule, RankedService, Ranking, RateLimit, ReleasedRequest,
-    Selection,
+    DispatchRateLimit, EligibilityRule, JoinBoundedShortestRankedQueue, Lambda, MemberRanking, RankArrays, RankRule,
+    RankedService, ReleasedRequest,
 };
 use coreward_model::rss::{seeded_rng, uniform_below};
-use coreward_orchestrator::engine::EngineConfig;
+use coreward_orchestrator::engine::DispatchEngineConfig;
 use coreward_runtime::RuntimeError;
-use coreward_runtime::worker::Runtime;
+use coreward_runtime::worker::OrchestratorConnection;
 
-use crate::engine::{TestEngine, engine_config};
+use crate::engine::{TestEngine, two_service_engine_config};
 
 const CORE_COUNT: u16 = 16;
 const SERVICE_COUNT: usize = 2;
-const WAITING_CAPACITY: usize = 256;
+const WAITING_REQUEST_CAPACITY: usize = 256;
 /// Environment variable with the number of decisions in a test run.
 const DECISION_COUNT_ENV_VARIABLE: &str = "COREWARD_DECISIONS";
 const DEFAULT_DECISION_COUNT: u64 = 100_000;
@@ -54,21 +54,22 @@ struct ModelReplay {
 }
 
 impl ModelReplay {
-    fn new(config: &EngineConfig, lambda: Lambda) -> Self {
+    fn new(config: &DispatchEngineConfig, lambda: Lambda) -> Self {
         let ranked_services = [0, 1].map(|priority| RankedService { priority, lambda });
         let rank_arrays = RankArrays::new(CORE_COUNT, &ranked_services, config.rank_rule, config.rank_bound);
         let mut policy_model = JoinBoundedShortestRankedQueue::with_ranks(rank_arrays, &config.scheduler).unwrap();
         for core in 0..CORE_COUNT {
-            (0..SERVICE_COUNT as u8).for_each(|service| policy_model.set_enabled(service, core, false));
+            (0..SERVICE_COUNT as u8).for_each(|service| policy_model.set_service_enabled(service, core, false));
         }
-        let rank_weight = |own_service: usize, other_service: usize| match config.rank_rule {
+        let rank_weight_in_thousandths = |own_service: usize, other_service: usize| match config.rank_rule {
             RankRule::Ranked if other_service > own_service => (lambda.get() * 1000.0).round() as u32,
             RankRule::PerService if other_service != own_service => 0,
             _ => 1000,
         };
         Self {
             policy_model,
-            rank_weights: [0, 1].map(|own_service| [0, 1].map(|other_service| rank_weight(own_service, other_service))),
+            rank_weights: [0, 1]
+                .map(|own_service| [0, 1].map(|other_service| rank_weight_in_thousandths(own_service, other_service))),
             rank_bound: u32::from(config.rank_bound.get()) * 1000,
             is_service_enabled: Default::default(),
             outstanding_requests: Default::default(),
@@ -83,7 +84,7 @@ impl ModelReplay {
     fn apply_record(&mut self, record: EngineRecord) -> Result<(), String> {
         match record {
             EngineRecord::Submit { now_ns: now, service } => {
-                let submit_outcome = self.policy_model.submit(now, service, self.next_request_number);
+                let submit_outcome = self.policy_model.submit_request(now, service, self.next_request_number);
                 self.next_request_number += 1;
                 if let Some((service, _)) = submit_outcome.dropped_request {
                     self.dropped_request_counts[usize::from(service)] += 1;
@@ -102,11 +103,11 @@ impl ModelReplay {
             }
             EngineRecord::EnabledChange { service, core, is_enabled } => {
                 self.is_service_enabled[usize::from(core)][usize::from(service)] = is_enabled;
-                self.policy_model.set_enabled(service, core, is_enabled);
+                self.policy_model.set_service_enabled(service, core, is_enabled);
                 Ok(())
             }
             EngineRecord::Dispatch { now_ns: now } => {
-                while let Some((release, number)) = self.policy_model.next_request(now) {
+                while let Some((release, number)) = self.policy_model.release_next_request(now) {
                     self.check_sent_request(release, number)?;
                 }
                 Ok(())
@@ -134,16 +135,16 @@ impl ModelReplay {
     /// bound.
     fn least_ranked_core(&self, service: u8) -> Option<u16> {
         let own_service = usize::from(service);
-        let core_rank = |core: usize| -> u32 {
-            let weighted_count = |other_service: usize| {
+        let compute_core_rank = |core: usize| -> u32 {
+            let weighted_request_count = |other_service: usize| {
                 self.rank_weights[own_service][other_service]
                     * self.outstanding_requests[core][other_service].len() as u32
             };
-            (0..SERVICE_COUNT).map(weighted_count).sum()
+            (0..SERVICE_COUNT).map(weighted_request_count).sum()
         };
         let ranks_and_cores = (0..CORE_COUNT.into())
             .filter(|core| self.is_service_enabled[*core][own_service])
-            .map(|core| (core_rank(core), core));
+            .map(|core| (compute_core_rank(core), core));
         ranks_and_cores.filter(|(rank, _)| *rank < self.rank_bound).min().map(|(_, core)| core as u16)
     }
 }
@@ -157,7 +158,7 @@ struct RecordingEngine {
 }
 
 impl RecordingEngine {
-    fn new(config: &EngineConfig) -> Self {
+    fn new(config: &DispatchEngineConfig) -> Self {
         let unreplayed_records = Vec::with_capacity(REPLAY_BATCH_LENGTH);
         Self {
             test_engine: TestEngine::new(config),
@@ -183,7 +184,7 @@ impl RecordingEngine {
     /// buffer.
     fn submit_burst(&mut self, now_ns: u64, round: u64, random_below: &mut impl FnMut(u32) -> u32) {
         let burst_size = if round.is_multiple_of(64) {
-            2 * WAITING_CAPACITY as u32
+            2 * WAITING_REQUEST_CAPACITY as u32
         } else {
             random_below(4 * u32::from(CORE_COUNT))
         };
@@ -203,7 +204,7 @@ impl RecordingEngine {
         });
         for core in 0..CORE_COUNT {
             for service in [0, 1] {
-                let is_enabled = self.test_engine.engine.dispatch_policy().ranks().is_enabled(service, core);
+                let is_enabled = self.test_engine.engine.dispatch_policy().ranks().is_service_enabled(service, core);
                 let was_enabled = &mut self.was_service_enabled[usize::from(core)][usize::from(service)];
                 if std::mem::replace(was_enabled, is_enabled) != is_enabled {
                     self.unreplayed_records.push(EngineRecord::EnabledChange { service, core, is_enabled });
@@ -237,23 +238,23 @@ impl RecordingEngine {
 
 /// Serves the requests of all cores in one thread. Responds with the numbers of the request and of the core, and
 /// enables and disables services at random.
-fn serve_all_cores(runtime: &Runtime, seed: u64, stop_flag: &AtomicBool) -> Result<(), RuntimeError> {
+fn serve_all_cores(runtime: &OrchestratorConnection, seed: u64, stop_flag: &AtomicBool) -> Result<(), RuntimeError> {
     let mut rng = seeded_rng(seed, 1);
-    let mut random_below = |bound: u32| uniform_below(&mut rng, bound);
+    let mut random_number_below = |bound: u32| uniform_below(&mut rng, bound);
     let mut workers = (0..CORE_COUNT).map(|core| runtime.attach_worker(core)).collect::<Result<Vec<_>, _>>()?;
     for worker in &mut workers {
         [0, 1].into_iter().try_for_each(|service| worker.enable_service(service, worker.core()))?;
     }
     while !stop_flag.load(Relaxed) {
-        let core = random_below(CORE_COUNT.into());
+        let core = random_number_below(CORE_COUNT.into());
         let worker = &mut workers[core as usize];
-        for _ in 0..random_below(4) {
+        for _ in 0..random_number_below(4) {
             let Some(request) = worker.take_request()? else { break };
             worker.respond(&request, &[&request.payload[..], &(core as u16).to_le_bytes()[..]].concat())?;
         }
-        if random_below(4096) == 0 {
-            let service = random_below(SERVICE_COUNT as u32) as u8;
-            match random_below(3) {
+        if random_number_below(4096) == 0 {
+            let service = random_number_below(SERVICE_COUNT as u32) as u8;
+            match random_number_below(3) {
                 0 => worker.disable_service(service, core as u16)?,
                 _ => worker.enable_service(service, core as u16)?,
             }
@@ -265,7 +266,7 @@ fn serve_all_cores(runtime: &Runtime, seed: u64, stop_flag: &AtomicBool) -> Resu
 /// Runs the engine until `completed_request_count` requests are completed. Calls `check` repeatedly, so that it
 /// consumes the records.
 fn run_engine(
-    config: &EngineConfig,
+    config: &DispatchEngineConfig,
     completed_request_count: u64,
     seed: u64,
     mut check: impl FnMut(&mut RecordingEngine),
@@ -273,7 +274,7 @@ fn run_engine(
     let mut recorder = RecordingEngine::new(config);
     let runtime = recorder.test_engine.connect_runtime();
     let mut rng = seeded_rng(seed, 0);
-    let mut random_below = |bound: u32| uniform_below(&mut rng, bound);
+    let mut random_number_below = |bound: u32| uniform_below(&mut rng, bound);
     let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let serving_thread = scope.spawn(|| serve_all_cores(&runtime, seed, &stop_flag));
@@ -282,8 +283,8 @@ fn run_engine(
             if recorder.response_count >= completed_request_count {
                 break;
             }
-            now += u64::from(random_below(20));
-            recorder.submit_burst(now, round, &mut random_below);
+            now += u64::from(random_number_below(20));
+            recorder.submit_burst(now, round, &mut random_number_below);
             let initial_response_count = recorder.response_count;
             if recorder.poll_engine(now) == 0 {
                 // The workers may share this CPU.
@@ -310,15 +311,18 @@ fn run_engine(
 }
 
 /// Returns configurations with each rank rule, scheduler and ranking, one with a rate limit, and one with short queues.
-fn engine_configs() -> Vec<EngineConfig> {
-    let changed_config = |change: &dyn Fn(&mut EngineConfig)| {
-        let mut config =
-            EngineConfig { core_count: CORE_COUNT, rank_bound: NonZeroU16::new(4).unwrap(), ..engine_config() };
-        config.scheduler.capacity = WAITING_CAPACITY;
+fn engine_configs() -> Vec<DispatchEngineConfig> {
+    let changed_config = |change: &dyn Fn(&mut DispatchEngineConfig)| {
+        let mut config = DispatchEngineConfig {
+            core_count: CORE_COUNT,
+            rank_bound: NonZeroU16::new(4).unwrap(),
+            ..two_service_engine_config()
+        };
+        config.scheduler.max_waiting_requests = WAITING_REQUEST_CAPACITY;
         change(&mut config);
         config
     };
-    let ranked_config = |ranking: Ranking, parameters: [u32; SERVICE_COUNT]| {
+    let ranked_config = |ranking: MemberRanking, parameters: [u32; SERVICE_COUNT]| {
         changed_config(&|config| {
             config.scheduler.groups[0].ranking = ranking;
             for (queue, parameter) in config.scheduler.queues.iter_mut().zip(parameters) {
@@ -331,11 +335,12 @@ fn engine_configs() -> Vec<EngineConfig> {
         changed_config(&|config| config.rank_bound = NonZeroU16::MIN),
         changed_config(&|config| config.rank_rule = RankRule::Global),
         changed_config(&|config| config.rank_rule = RankRule::PerService),
-        changed_config(&|config| config.scheduler.selection = Selection::Pifo),
-        ranked_config(Ranking::WeightedShare, [1, 3]),
-        ranked_config(Ranking::EarliestDeadline, [50, 200]),
+        changed_config(&|config| config.scheduler.selection = EligibilityRule::Pifo),
+        ranked_config(MemberRanking::WeightedShare, [1, 3]),
+        ranked_config(MemberRanking::EarliestDeadline, [50, 200]),
         changed_config(&|config| {
-            config.scheduler.queues[0].parameters.rate_limit = Some(RateLimit { token_interval: 1, burst: 8 })
+            config.scheduler.queues[0].parameters.rate_limit =
+                Some(DispatchRateLimit { token_interval: 1, burst_tokens: 8 })
         }),
     ]
 }

@@ -3,20 +3,20 @@
 use std::net::SocketAddrV4;
 use std::time::Instant;
 
-use coreward_orchestrator::socket::{BatchSocket, MAX_BATCH_DATAGRAMS};
+use coreward_orchestrator::socket::{MAX_BATCH_DATAGRAMS, UdpBatchSocket};
 
 use crate::engine::WAIT_TIMEOUT;
 
 const MAX_DATAGRAM_BYTES: usize = 100;
 
-fn bind_loopback_socket() -> BatchSocket {
-    BatchSocket::bind("127.0.0.1:0".parse().unwrap(), MAX_DATAGRAM_BYTES).unwrap()
+fn bind_loopback_socket() -> UdpBatchSocket {
+    UdpBatchSocket::bind("127.0.0.1:0".parse().unwrap(), MAX_DATAGRAM_BYTES).unwrap()
 }
 
 /// Receives batches until `datagram_count` datagrams have arrived. Returns the number of datagrams in each batch, and
 /// all datagrams.
 fn receive_datagrams(
-    socket: &mut BatchSocket,
+    socket: &mut UdpBatchSocket,
     sender_address: SocketAddrV4,
     datagram_count: usize,
 ) -> (Vec<usize>, Vec<Vec<u8>>) {
@@ -27,7 +27,7 @@ fn receive_datagrams(
             assert_eq!(sender, sender_address);
             datagrams.push(payload.to_vec());
         };
-        batches.push(socket.receive(&mut record_datagram).unwrap());
+        batches.push(socket.receive_batch(&mut record_datagram).unwrap());
     }
     (batches, datagrams)
 }
@@ -36,10 +36,10 @@ fn receive_datagrams(
 fn batches_arrive_completely_and_in_order() {
     let (mut client, mut server) = (bind_loopback_socket(), bind_loopback_socket());
     let (client_address, server_address) = (client.local_address().unwrap(), server.local_address().unwrap());
-    assert_eq!(server.receive(&mut |_, _| panic!("nothing was sent")).unwrap(), 0);
+    assert_eq!(server.receive_batch(&mut |_, _| panic!("nothing was sent")).unwrap(), 0);
     // The lengths range from 0 to one that is too long.
     let sent_payloads: Vec<Vec<u8>> = (0..=MAX_DATAGRAM_BYTES + 1).map(|length| vec![length as u8; length]).collect();
-    sent_payloads.iter().for_each(|payload| client.send(server_address, payload));
+    sent_payloads.iter().for_each(|payload| client.queue_datagram(server_address, payload));
     client.flush();
     let (batches, received) = receive_datagrams(&mut server, client_address, sent_payloads.len());
     assert_eq!(batches[..3], [MAX_BATCH_DATAGRAMS; 3]);
@@ -49,7 +49,7 @@ fn batches_arrive_completely_and_in_order() {
 #[test]
 fn too_long_datagram_is_cut_to_one_byte_more_than_allowed() {
     let (mut client, mut server) = (bind_loopback_socket(), bind_loopback_socket());
-    client.send(server.local_address().unwrap(), &[1; 2 * MAX_DATAGRAM_BYTES]);
+    client.queue_datagram(server.local_address().unwrap(), &[1; 2 * MAX_DATAGRAM_BYTES]);
     client.flush();
     let (_, received) = receive_datagrams(&mut server, client.local_address().unwrap(), 1);
     assert_eq!(received, [vec![1; MAX_DATAGRAM_BYTES + 1]]);
@@ -62,7 +62,7 @@ fn only_the_datagram_that_the_kernel_rejects_is_counted_as_unsent() {
     // Datagrams cannot be sent to port 0.
     let invalid_destination = SocketAddrV4::new(*to.ip(), 0);
     for (to, payload) in [(to, b"a"), (invalid_destination, b"b"), (invalid_destination, b"c"), (to, b"d")] {
-        client.send(to, payload);
+        client.queue_datagram(to, payload);
     }
     client.flush();
     let (_, received) = receive_datagrams(&mut server, client.local_address().unwrap(), 2);

@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 
 use crate::server::{
-    StopOnDrop, compile_example, connected_client, request_until_answered, start_orchestrator, stop_server,
+    StopOnDrop, compile_example, connected_client_socket, request_until_answered, start_orchestrator, stop_server,
     unused_udp_address,
 };
 
@@ -35,9 +35,9 @@ fn check_batch_preemption(timer_us: Option<&str>) {
     let stop_flag = AtomicBool::new(false);
     let output = std::thread::scope(|scope| {
         let _stop_guard = StopOnDrop(&stop_flag);
-        scope.spawn(|| daemon.run(&stop_flag).unwrap());
+        scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
         let server = server.spawn().unwrap();
-        let client = connected_client(interactive);
+        let client = connected_client_socket(interactive);
         for number in 0..200u32 {
             request_until_answered(&client, &number.to_be_bytes(), |response| response == number.to_be_bytes());
         }

@@ -14,7 +14,7 @@ use coreward_runtime_c::{
     coreward_taken_free, coreward_worker_free, coreward_worker_new,
 };
 
-use crate::server::{StopOnDrop, TIMEOUT, connected_client, start_one_service_orchestrator};
+use crate::server::{RESPONSE_TIMEOUT, StopOnDrop, connected_client_socket, start_one_service_orchestrator};
 
 fn last_error() -> String {
     // SAFETY: the text is valid until the next error of this thread.
@@ -71,9 +71,9 @@ fn server_with_its_own_scheduler_takes_and_answers_requests() {
     let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let _stop_guard = StopOnDrop(&stop_flag);
-        scope.spawn(|| daemon.run(&stop_flag).unwrap());
+        scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
         let runtime = connect_runtime(&memory_path);
-        let client = connected_client(listen);
+        let client = connected_client_socket(listen);
         // SAFETY: the objects are used by this thread alone, and freed once.
         unsafe {
             register_service(runtime, address);
@@ -86,7 +86,7 @@ fn server_with_its_own_scheduler_takes_and_answers_requests() {
             let start = Instant::now();
             let request = loop {
                 let taken_request = coreward_take_request(worker, &mut service, &mut payload, &mut length, &mut error);
-                assert!(error == 0 && start.elapsed() < TIMEOUT, "{}", last_error());
+                assert!(error == 0 && start.elapsed() < RESPONSE_TIMEOUT, "{}", last_error());
                 if !taken_request.is_null() {
                     break taken_request;
                 }

@@ -7,13 +7,13 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 
 use crate::server::{
-    StopOnDrop, compile_example, connected_client, request_until_answered, start_orchestrator, stop_server,
+    StopOnDrop, compile_example, connected_client_socket, request_until_answered, start_orchestrator, stop_server,
     unused_udp_address,
 };
 
-const GET: u8 = 1;
-const PUT: u8 = 2;
-const SCAN: u8 = 128;
+const GET_REQUEST_TYPE: u8 = 1;
+const PUT_REQUEST_TYPE: u8 = 2;
+const SCAN_REQUEST_TYPE: u8 = 128;
 const STATUS_NOT_FOUND: u8 = 1;
 
 type KeyValuePairs = Vec<(String, Vec<u8>)>;
@@ -30,16 +30,19 @@ fn request_datagram(request_type: u8, id: u32, key: &str, value: &[u8]) -> Vec<u
 
 struct KeyValueClient {
     socket: UdpSocket,
-    next_id: Cell<u32>,
+    next_request_id: Cell<u32>,
 }
 
 impl KeyValueClient {
     /// Sends a request. Returns the response's status and its key-value pairs.
     fn send_request(&self, request_type: u8, key: &str, value: &[u8]) -> (u8, KeyValuePairs) {
-        let id = self.next_id.replace(self.next_id.get() + 1);
-        let is_response = |response: &[u8]| response[4..8] == id.to_le_bytes();
-        let response =
-            request_until_answered(&self.socket, &request_datagram(request_type, id, key, value), is_response);
+        let id = self.next_request_id.replace(self.next_request_id.get() + 1);
+        let is_response_to_request = |response: &[u8]| response[4..8] == id.to_le_bytes();
+        let response = request_until_answered(
+            &self.socket,
+            &request_datagram(request_type, id, key, value),
+            is_response_to_request,
+        );
         assert_eq!((response[0], &response[8..10]), (request_type, &[0, 1][..]));
         let (mut remaining_bytes, mut pairs) = (&response[12..], Vec::new());
         for _ in 0..u16::from_le_bytes([response[10], response[11]]) {
@@ -55,12 +58,12 @@ impl KeyValueClient {
     }
 
     fn assert_stored_keys(&self) {
-        assert_eq!(self.send_request(GET, "key3", b""), (0, vec![key_value_pair(3)]));
-        assert_eq!(self.send_request(GET, "key", b""), (STATUS_NOT_FOUND, vec![]));
-        assert_eq!(self.send_request(SCAN + 3, "key2", b""), (0, (2..5).map(key_value_pair).collect()));
-        assert_eq!(self.send_request(SCAN + 127, "key8", b""), (0, (8..10).map(key_value_pair).collect()));
+        assert_eq!(self.send_request(GET_REQUEST_TYPE, "key3", b""), (0, vec![key_value_pair(3)]));
+        assert_eq!(self.send_request(GET_REQUEST_TYPE, "key", b""), (STATUS_NOT_FOUND, vec![]));
+        assert_eq!(self.send_request(SCAN_REQUEST_TYPE + 3, "key2", b""), (0, (2..5).map(key_value_pair).collect()));
+        assert_eq!(self.send_request(SCAN_REQUEST_TYPE + 127, "key8", b""), (0, (8..10).map(key_value_pair).collect()));
         // At most four pairs of 308 bytes fit into a datagram of 1472 bytes.
-        assert_eq!(self.send_request(SCAN + 127, "", b""), (0, (0..4).map(key_value_pair).collect()));
+        assert_eq!(self.send_request(SCAN_REQUEST_TYPE + 127, "", b""), (0, (0..4).map(key_value_pair).collect()));
     }
 }
 
@@ -82,7 +85,7 @@ fn rocksdb_server_keeps_keys_across_a_restart() {
     );
     let mut daemon = start_orchestrator(&memory, &services_toml);
     let program = compile_example(directory.path(), "rocksdb", &["-lrocksdb"]);
-    let start_server = || {
+    let start_rocksdb_server = || {
         let mut server = Command::new(&program);
         server.arg(&memory).args(["127.0.0.1", &listen.port().to_string()]).arg(directory.path().join("database"));
         server.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
@@ -90,17 +93,17 @@ fn rocksdb_server_keeps_keys_across_a_restart() {
     let stop_flag = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let _stop_guard = StopOnDrop(&stop_flag);
-        scope.spawn(|| daemon.run(&stop_flag).unwrap());
-        let server = start_server();
-        let client = KeyValueClient { socket: connected_client(listen), next_id: Cell::new(0) };
+        scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
+        let server = start_rocksdb_server();
+        let client = KeyValueClient { socket: connected_client_socket(listen), next_request_id: Cell::new(0) };
         for (key, value) in (0..10).map(key_value_pair) {
-            assert_eq!(client.send_request(PUT, &key, &value), (0, vec![]));
+            assert_eq!(client.send_request(PUT_REQUEST_TYPE, &key, &value), (0, vec![]));
         }
         // This datagram is no request, because it is shorter than its header states.
-        client.socket.send(&request_datagram(GET, 1, "key3", b"")[..14]).unwrap();
+        client.socket.send(&request_datagram(GET_REQUEST_TYPE, 1, "key3", b"")[..14]).unwrap();
         client.assert_stored_keys();
         assert_clean_exit(stop_server(server));
-        let server = start_server();
+        let server = start_rocksdb_server();
         client.assert_stored_keys();
         assert_clean_exit(stop_server(server));
     });

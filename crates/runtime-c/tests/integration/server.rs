@@ -6,12 +6,12 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use coreward_config::Source;
-use coreward_orchestrator::config::Config;
-use coreward_orchestrator::daemon::Daemon;
+use coreward_config::TomlSource;
+use coreward_orchestrator::config::OrchestratorConfig;
+use coreward_orchestrator::daemon::OrchestratorDaemon;
 use coreward_orchestrator::intake::RequestIntake;
 
-pub const TIMEOUT: Duration = Duration::from_secs(20);
+pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub fn compile_example(directory: &Path, example: &str, compiler_options: &[&str]) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -39,7 +39,7 @@ pub fn request_until_answered(client: &UdpSocket, request: &[u8], is_response: i
             Ok(length) if is_response(&response[..length]) => return response[..length].to_vec(),
             Ok(_) => (),
             Err(error) => {
-                assert!(start.elapsed() < TIMEOUT, "no answer: {error}");
+                assert!(start.elapsed() < RESPONSE_TIMEOUT, "no answer: {error}");
                 client.send(request).unwrap();
             }
         }
@@ -59,14 +59,14 @@ pub fn unused_udp_address() -> SocketAddr {
     UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
-pub fn start_orchestrator(memory_path: &Path, services_toml: &str) -> Daemon {
+pub fn start_orchestrator(memory_path: &Path, services_toml: &str) -> OrchestratorDaemon {
     let config_text = format!("memory = {memory_path:?}\ncores = 2\n{services_toml}");
-    let config = Config::parse(&Source::from_text("orchestrate.toml", &config_text)).unwrap();
-    Daemon::start(&config, RequestIntake::default()).unwrap()
+    let config = OrchestratorConfig::parse(&TomlSource::from_text("orchestrate.toml", &config_text)).unwrap();
+    OrchestratorDaemon::start(&config, RequestIntake::default()).unwrap()
 }
 
 /// Starts an orchestrator with two cores and one service. Also returns the service's address.
-pub fn start_one_service_orchestrator(memory_path: &Path) -> (Daemon, SocketAddr) {
+pub fn start_one_service_orchestrator(memory_path: &Path) -> (OrchestratorDaemon, SocketAddr) {
     let listen = unused_udp_address();
     (start_orchestrator(memory_path, &format!("[[service]]\nlisten = \"{listen}\"\n")), listen)
 }
@@ -77,7 +77,7 @@ pub fn stop_server(server: Child) -> Output {
     server.wait_with_output().unwrap()
 }
 
-pub fn connected_client(server: SocketAddr) -> UdpSocket {
+pub fn connected_client_socket(server: SocketAddr) -> UdpSocket {
     let client = UdpSocket::bind("127.0.0.1:0").unwrap();
     client.connect(server).unwrap();
     client.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
@@ -95,9 +95,9 @@ fn server_in_c_answers_until_it_is_stopped() {
     let stop_flag = AtomicBool::new(false);
     let output = std::thread::scope(|scope| {
         let _stop_guard = StopOnDrop(&stop_flag);
-        scope.spawn(|| daemon.run(&stop_flag).unwrap());
+        scope.spawn(|| daemon.run_until_stopped(&stop_flag).unwrap());
         let server = server.spawn().unwrap();
-        let client = connected_client(listen);
+        let client = connected_client_socket(listen);
         request_until_answered(&client, b"a small text", |response| response == b"A SMALL TEXT");
         request_until_answered(&client, b"*long", |response| response == b"*LONG");
         stop_server(server)

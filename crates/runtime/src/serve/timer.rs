@@ -8,25 +8,25 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Handler, Preempt, RequestServer, ServeCounters, ServeOptions, ServerAccess, serve_higher_priority_requests,
-    serve_until_stopped, try_yield,
+    PreemptHandler, RequestHandler, RequestServer, RequestServerAccess, ServeCounters, ServeOptions,
+    serve_higher_priority_requests, serve_until_stopped, try_yield,
 };
 use crate::error::RuntimeError;
 use crate::worker::Worker;
 
 /// Request server that the threads of the worker and the timer share. The timer thread keeps the lock while it serves
 /// requests, so that the preempted handler waits at its next yield point or at its end.
-struct LockedServer<'s, 'w, 'r, H: ?Sized>(&'s Mutex<RequestServer<'w, 'r, H>>);
+struct LockedRequestServer<'s, 'w, 'r, H: ?Sized>(&'s Mutex<RequestServer<'w, 'r, H>>);
 
-impl<'w, 'r: 'w, H: Handler + ?Sized> ServerAccess<'w, 'r> for LockedServer<'_, 'w, 'r, H> {
+impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServerAccess<'w, 'r> for LockedRequestServer<'_, 'w, 'r, H> {
     type Handler = H;
 
-    fn with_server<T>(&mut self, call: impl FnOnce(&mut RequestServer<'w, 'r, H>) -> T) -> T {
+    fn call_with_server<T>(&mut self, call: impl FnOnce(&mut RequestServer<'w, 'r, H>) -> T) -> T {
         call(&mut lock_server(self.0))
     }
 }
 
-impl<H: Handler + ?Sized> Preempt for LockedServer<'_, '_, '_, H> {
+impl<H: RequestHandler + ?Sized> PreemptHandler for LockedRequestServer<'_, '_, '_, H> {
     fn try_yield(&mut self) -> Result<(), RuntimeError> {
         try_yield(self)
     }
@@ -57,7 +57,7 @@ impl Worker<'_> {
     /// handler run for a time slice first. Fails in the same cases as [`serve`](Self::serve).
     pub fn serve_with_timer(
         &mut self,
-        handler: &(dyn Handler + Sync),
+        handler: &(dyn RequestHandler + Sync),
         options: ServeOptions,
         period: Duration,
         stop_flag: &AtomicBool,
@@ -68,7 +68,7 @@ impl Worker<'_> {
             let timer_thread = scope.spawn(|| preempt_periodically(&request_server, period, &has_serving_ended));
             let serve_result = {
                 let _timer_stop_guard = SetFlagOnDrop(&has_serving_ended);
-                serve_until_stopped(&mut LockedServer(&request_server), options, stop_flag)
+                serve_until_stopped(&mut LockedRequestServer(&request_server), options, stop_flag)
             };
             serve_result.and(timer_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
@@ -79,7 +79,7 @@ impl Worker<'_> {
     }
 }
 
-fn preempt_periodically<H: Handler + ?Sized>(
+fn preempt_periodically<H: RequestHandler + ?Sized>(
     server: &Mutex<RequestServer<'_, '_, H>>,
     period: Duration,
     has_serving_ended: &AtomicBool,

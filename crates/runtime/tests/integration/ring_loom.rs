@@ -1,6 +1,6 @@
 //! Runs a ring's producer and consumer in every order that the memory model allows, with loom.
 
-use coreward_runtime::ring::{Consumer, Cursor, Producer};
+use coreward_runtime::ring::{RingConsumer, RingCursor, RingProducer};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
@@ -10,7 +10,7 @@ const SLOT_COUNT: usize = 2;
 
 struct LoomCursor(AtomicU32);
 
-impl Cursor for LoomCursor {
+impl RingCursor for LoomCursor {
     fn load(&self) -> u32 {
         self.0.load(Ordering::Acquire)
     }
@@ -30,25 +30,30 @@ struct LoomRing {
 
 impl LoomRing {
     fn new() -> Self {
-        let zero_cursor = || LoomCursor(AtomicU32::new(0));
+        let new_zero_cursor = || LoomCursor(AtomicU32::new(0));
         let empty_slots = [UnsafeCell::new(0), UnsafeCell::new(0)];
-        Self { head: zero_cursor(), tail: zero_cursor(), sequences: [zero_cursor(), zero_cursor()], slots: empty_slots }
+        Self {
+            head: new_zero_cursor(),
+            tail: new_zero_cursor(),
+            sequences: [new_zero_cursor(), new_zero_cursor()],
+            slots: empty_slots,
+        }
     }
 
-    fn push_value(&self, producer: &mut Producer, value: u32) -> bool {
+    fn push_value(&self, producer: &mut RingProducer, value: u32) -> bool {
         let Some(slot) = producer.free_slot(&self.head).unwrap() else { return false };
         // SAFETY: the slot is the producer's until it is published, which loom checks.
         self.slots[slot as usize].with_mut(|slot| unsafe { *slot = value });
-        producer.publish(&self.sequences[slot as usize], &self.tail);
+        producer.publish_slot(&self.sequences[slot as usize], &self.tail);
         true
     }
 
-    fn pop_value(&self, consumer: &mut Consumer) -> Option<u32> {
+    fn pop_value(&self, consumer: &mut RingConsumer) -> Option<u32> {
         let oldest_slot = consumer.oldest_slot(|slot| &self.sequences[slot as usize])?;
         // SAFETY: the slot is the consumer's until it is returned, which loom checks.
         let value = self.slots[oldest_slot as usize].with(|slot| unsafe { *slot });
         consumer.advance();
-        consumer.publish(&self.head);
+        consumer.release_read_slots(&self.head);
         Some(value)
     }
 }
@@ -59,11 +64,11 @@ fn ring_delivers_values_once_and_in_order() {
         let ring = Arc::new(LoomRing::new());
         let shared_ring = ring.clone();
         let producer_thread = thread::spawn(move || {
-            let mut producer = Producer::new(SLOT_COUNT as u32, 0);
+            let mut producer = RingProducer::new(SLOT_COUNT as u32, 0);
             (1..=4)
                 .fold(0, |sent_count, _| sent_count + u32::from(shared_ring.push_value(&mut producer, sent_count + 1)))
         });
-        let mut consumer = Consumer::new(SLOT_COUNT as u32, 0);
+        let mut consumer = RingConsumer::new(SLOT_COUNT as u32, 0);
         let mut received_values: Vec<u32> = (0..4).filter_map(|_| ring.pop_value(&mut consumer)).collect();
         let sent_value_count = producer_thread.join().unwrap();
         received_values.extend(std::iter::from_fn(|| ring.pop_value(&mut consumer)));

@@ -8,9 +8,11 @@ use std::time::{Duration, Instant};
 use coreward_model::dispatch::LoadHint;
 use coreward_runtime::RuntimeError;
 use coreward_runtime::core_queues::CoreQueues;
-use coreward_runtime::message::{HintMessage, Message};
-use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeCounters, ServeOptions};
-use coreward_runtime::worker::{Runtime, Worker};
+use coreward_runtime::message::{HintMessage, WorkerMessage};
+use coreward_runtime::serve::{
+    HandlerContext, HandlerRequest, ReplyAction, RequestHandler, ServeCounters, ServeOptions,
+};
+use coreward_runtime::worker::{OrchestratorConnection, Worker};
 
 use crate::shared_memory::{
     TEST_GEOMETRY, attach_worker, create_orchestrator, loopback_address, receive_all_messages, request_header,
@@ -30,12 +32,17 @@ impl RecordingHandler {
     }
 }
 
-impl Handler for RecordingHandler {
-    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
+impl RequestHandler for RecordingHandler {
+    fn handle(
+        &self,
+        request: &HandlerRequest<'_>,
+        response: &mut Vec<u8>,
+        context: &mut HandlerContext<'_>,
+    ) -> ReplyAction {
         if request.service == 0 {
             self.record_event("high");
             response.extend_from_slice(request.payload);
-            return Reply::Send;
+            return ReplyAction::Send;
         }
         self.record_event("low starts");
         self.has_low_priority_request_started.store(true, SeqCst);
@@ -44,7 +51,7 @@ impl Handler for RecordingHandler {
         }
         context.yield_point();
         self.record_event("low ends");
-        Reply::Nothing
+        ReplyAction::Nothing
     }
 
     fn handle_load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
@@ -59,12 +66,12 @@ impl Handler for RecordingHandler {
 fn serve_while(
     queues: &mut CoreQueues,
     path: &Path,
-    handler: &(dyn Handler + Sync),
+    handler: &(dyn RequestHandler + Sync),
     options: ServeOptions,
     timer_period: Option<Duration>,
     work: impl FnOnce(&mut CoreQueues),
-) -> (ServeCounters, Vec<Message>, Vec<Vec<u8>>) {
-    let runtime = Runtime::connect(path).unwrap();
+) -> (ServeCounters, Vec<WorkerMessage>, Vec<Vec<u8>>) {
+    let runtime = OrchestratorConnection::connect(path).unwrap();
     (0..2).for_each(|service| runtime.register_service(service, loopback_address(4000), service).unwrap());
     let mut attached_worker = attach_worker(queues, &runtime, 0);
     let stop_flag = AtomicBool::new(false);
@@ -99,17 +106,20 @@ fn events_with_quantum(quantum: Duration, timer_period: Option<Duration>) -> (Ve
             recording_handler.is_high_priority_request_sent.store(true, SeqCst);
         });
     assert_eq!((counters.served_requests, &responses[..]), (2, &[b"answer".to_vec()][..]));
-    assert!(sent_messages.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent_messages:?}");
+    assert!(
+        sent_messages.contains(&WorkerMessage::LoadFeedback { service: 1, core: 0, count: 1 }),
+        "{sent_messages:?}"
+    );
     (recording_handler.recorded_events.into_inner().unwrap(), counters.preempting_requests)
 }
 
 #[test]
 fn handler_yields_to_higher_priority_after_its_quantum() {
-    const HOUR: Duration = Duration::from_secs(3600);
+    const UNREACHED_QUANTUM: Duration = Duration::from_secs(3600);
     for timer in [None, Some(Duration::from_millis(1))] {
         let (events, preempting) = events_with_quantum(Duration::ZERO, timer);
         assert_eq!((events, preempting), (vec!["low starts", "high", "low ends"], 1), "{timer:?}");
-        let (events, preempting) = events_with_quantum(HOUR, timer);
+        let (events, preempting) = events_with_quantum(UNREACHED_QUANTUM, timer);
         assert_eq!((events, preempting), (vec!["low starts", "low ends", "high"], 0), "{timer:?}");
     }
 }
@@ -121,11 +131,16 @@ struct EndlessHandler {
     has_high_priority_request_ended: AtomicBool,
 }
 
-impl Handler for EndlessHandler {
-    fn handle(&self, request: &Request<'_>, _response: &mut Vec<u8>, _context: &mut Context<'_>) -> Reply {
+impl RequestHandler for EndlessHandler {
+    fn handle(
+        &self,
+        request: &HandlerRequest<'_>,
+        _response: &mut Vec<u8>,
+        _context: &mut HandlerContext<'_>,
+    ) -> ReplyAction {
         if request.service == 0 {
             self.has_high_priority_request_ended.store(true, SeqCst);
-            return Reply::Nothing;
+            return ReplyAction::Nothing;
         }
         self.has_low_priority_request_started.store(true, SeqCst);
         let started_at = Instant::now();
@@ -133,7 +148,7 @@ impl Handler for EndlessHandler {
             assert!(started_at.elapsed() < Duration::from_secs(10), "not preempted");
             std::hint::spin_loop();
         }
-        Reply::Nothing
+        ReplyAction::Nothing
     }
 }
 
@@ -154,8 +169,13 @@ fn timer_preempts_a_handler_without_yield_points() {
 /// Handler that computes for some time, and then responds with the request's payload.
 struct ComputingEchoHandler;
 
-impl Handler for ComputingEchoHandler {
-    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
+impl RequestHandler for ComputingEchoHandler {
+    fn handle(
+        &self,
+        request: &HandlerRequest<'_>,
+        response: &mut Vec<u8>,
+        context: &mut HandlerContext<'_>,
+    ) -> ReplyAction {
         let computation_rounds = if request.service == 0 { 10 } else { 2000 };
         for round in 0..computation_rounds {
             std::hint::black_box(round);
@@ -164,7 +184,7 @@ impl Handler for ComputingEchoHandler {
             }
         }
         response.extend_from_slice(request.payload);
-        Reply::Send
+        ReplyAction::Send
     }
 }
 
@@ -222,10 +242,15 @@ fn worker_acts_on_a_hint_at_a_yield_point() {
 /// Handler that sends no response to requests of service 0, and responses that are too long to those of service 1.
 struct FeedbackHandler;
 
-impl Handler for FeedbackHandler {
-    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, _context: &mut Context<'_>) -> Reply {
+impl RequestHandler for FeedbackHandler {
+    fn handle(
+        &self,
+        request: &HandlerRequest<'_>,
+        response: &mut Vec<u8>,
+        _context: &mut HandlerContext<'_>,
+    ) -> ReplyAction {
         response.resize(1000, 0);
-        if request.service == 0 { Reply::Nothing } else { Reply::Send }
+        if request.service == 0 { ReplyAction::Nothing } else { ReplyAction::Send }
     }
 }
 
@@ -234,7 +259,7 @@ fn feedback_is_sent_in_batches_and_before_serving_ends() {
     for (feedback_batch, expected) in [(10, vec![3]), (2, vec![2, 1]), (1, vec![1, 1, 1])] {
         let (_directory, path, mut queues) = create_orchestrator();
         let options = ServeOptions { max_completions_per_feedback: feedback_batch, ..ServeOptions::default() };
-        let runtime = Runtime::connect(&path).unwrap();
+        let runtime = OrchestratorConnection::connect(&path).unwrap();
         runtime.register_service(0, loopback_address(4000), 0).unwrap();
         let mut worker = attach_worker(&mut queues, &runtime, 0);
         (0..3).for_each(|_| queues.send_request(0, 0, &request_header(0), b"no answer").unwrap());
@@ -246,7 +271,7 @@ fn feedback_is_sent_in_batches_and_before_serving_ends() {
             while !server_thread.is_finished() {
                 feedback_counts.extend(receive_all_messages(&mut queues, 0).into_iter().filter_map(|message| {
                     match message {
-                        Message::LoadFeedback { count, .. } => Some(count),
+                        WorkerMessage::LoadFeedback { count, .. } => Some(count),
                         _ => None,
                     }
                 }));
@@ -265,9 +290,12 @@ fn too_long_response_is_not_sent_but_completes_its_request() {
             queues.send_request(0, 1, &request_header(1), b"").unwrap();
         });
     assert_eq!((counters.oversized_responses, counters.served_requests, responses), (1, 1, vec![]));
-    let disable_messages = [0, 1].map(|service| Message::DisableService { service, core: 0 });
+    let disable_messages = [0, 1].map(|service| WorkerMessage::DisableService { service, core: 0 });
     assert!(disable_messages.iter().all(|message| sent_messages.contains(message)), "{sent_messages:?}");
-    assert!(sent_messages.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent_messages:?}");
+    assert!(
+        sent_messages.contains(&WorkerMessage::LoadFeedback { service: 1, core: 0, count: 1 }),
+        "{sent_messages:?}"
+    );
 }
 
 #[test]
@@ -281,6 +309,7 @@ fn hints_are_passed_to_the_handler() {
                 std::thread::yield_now();
             }
         });
-    let expected_messages = [Message::EnableService { service: 1, core: 0 }, Message::RearmLoadMonitor { service: 1 }];
+    let expected_messages =
+        [WorkerMessage::EnableService { service: 1, core: 0 }, WorkerMessage::RearmLoadMonitor { service: 1 }];
     assert_eq!(&sent_messages[..2], expected_messages);
 }

@@ -19,8 +19,9 @@ fn sample_server_json(number: usize, state: &str) -> Value {
 }
 
 fn sample_status(server_count: usize) -> Status {
-    let state = |number: usize| if number == 3 { "draining" } else { "active" };
-    let servers: Vec<Value> = (1..=server_count).map(|number| sample_server_json(number, state(number))).collect();
+    let sample_server_state = |number: usize| if number == 3 { "draining" } else { "active" };
+    let servers: Vec<Value> =
+        (1..=server_count).map(|number| sample_server_json(number, sample_server_state(number))).collect();
     let member =
         json!({"server": "s1", "state": "active", "state_reason": "", "state_for_ms": null, "health_checks": []});
     serde_json::from_value(json!({
@@ -45,14 +46,14 @@ fn sample_status(server_count: usize) -> Status {
 }
 
 fn sample_loads(uptime_ms: u64, server_count: usize) -> Loads {
-    let server = |number: usize| {
+    let sample_server_loads_json = |number: usize| {
         json!({
             "name": format!("s{number}"), "core_loads": [0.1 * number as f64 / server_count as f64, 0.95],
             "open_connections": 9,
             "service_connections": 7, "new_connections": uptime_ms * number as u64 / 100,
         })
     };
-    let servers: Vec<Value> = (1..=server_count).map(server).collect();
+    let servers: Vec<Value> = (1..=server_count).map(sample_server_loads_json).collect();
     let counters = json!({"new_connection": uptime_ms, "existing": 3 * uptime_ms, "drop_no_server": uptime_ms / 10});
     serde_json::from_value(json!({
         "at_unix_ms": 1, "uptime_ms": uptime_ms, "servers": servers,
@@ -61,15 +62,15 @@ fn sample_loads(uptime_ms: u64, server_count: usize) -> Loads {
     .unwrap()
 }
 
-fn sample_model(server_count: usize) -> Model {
-    let mut model = Model::default();
+fn sample_model(server_count: usize) -> PageModel {
+    let mut model = PageModel::default();
     model.add_answer(ControllerAnswer::Status(Box::new(sample_status(server_count))));
     model.add_answer(ControllerAnswer::Loads(sample_loads(1000, server_count)));
     model.add_answer(ControllerAnswer::Loads(sample_loads(2000, server_count)));
     model
 }
 
-fn rendered_page(model: &Model, view: &mut View, width: u16, height: u16) -> String {
+fn rendered_page(model: &PageModel, view: &mut ServerListView, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| draw_page(frame, model, view)).unwrap();
     page_text(terminal.backend())
@@ -82,7 +83,7 @@ fn find_line_words<'a>(page: &'a str, line_start: &str) -> Vec<&'a str> {
 
 #[test]
 fn page_of_80_by_24_shows_all_sections() {
-    let page = rendered_page(&sample_model(3), &mut View::default(), 80, 24);
+    let page = rendered_page(&sample_model(3), &mut ServerListView::default(), 80, 24);
     assert_eq!(
         find_line_words(&page, "web"),
         ["web", "10.200.0.1:80/tcp", "crossrss", "stateless", "1", "of", "1", "77"]
@@ -99,7 +100,7 @@ fn page_of_80_by_24_shows_all_sections() {
 #[test]
 fn larger_page_shows_more_servers() {
     let model = sample_model(100);
-    let mut view = View { order: SortOrder::Load, ..View::default() };
+    let mut view = ServerListView { order: ServerSortOrder::Load, ..ServerListView::default() };
     let large_page = rendered_page(&model, &mut view, 200, 60);
     assert_eq!(view.page_size, 60 - 3 - 2 - 2 - 2 - 1);
     let shown_servers: Vec<&str> =
@@ -108,16 +109,21 @@ fn larger_page_shows_more_servers() {
     view.first_visible_row = 1000;
     let small_page = rendered_page(&model, &mut view, 80, 24);
     assert!(small_page.contains(" to 100 of 100; "), "{small_page}");
-    view.order = SortOrder::NewConnections;
+    view.order = ServerSortOrder::NewConnections;
     view.first_visible_row = 0;
     assert_eq!(find_line_words(&rendered_page(&model, &mut view, 80, 24), "s100 ")[2..4], ["7", "1000"]);
 }
 
 #[test]
 fn page_of_any_size_is_drawn_without_panic() {
-    for model in [Model::default(), sample_model(0), sample_model(1), sample_model(300)] {
+    for model in [PageModel::default(), sample_model(0), sample_model(1), sample_model(300)] {
         for (width, height) in (0..40).flat_map(|width| (0..14).map(move |height| (width * 3, height))) {
-            rendered_page(&model, &mut View { first_visible_row: 5, ..View::default() }, width, height);
+            rendered_page(
+                &model,
+                &mut ServerListView { first_visible_row: 5, ..ServerListView::default() },
+                width,
+                height,
+            );
         }
     }
 }
@@ -125,19 +131,19 @@ fn page_of_any_size_is_drawn_without_panic() {
 #[test]
 fn core_load_bars_are_grouped_to_fit_the_columns() {
     let cores: Vec<f64> = (0..64).map(|core| if core == 63 { 1.0 } else { 0.0 }).collect();
-    let bars_text = |core_columns| load_bars(&cores, core_columns).to_string();
-    assert_eq!(bars_text(64).chars().count(), 64);
-    assert_eq!(bars_text(16), format!("{}█", "▁".repeat(15)));
-    assert_eq!(bars_text(1), "█");
-    assert_eq!(bars_text(0), "");
+    let load_bars_text = |core_columns| load_bars(&cores, core_columns).to_string();
+    assert_eq!(load_bars_text(64).chars().count(), 64);
+    assert_eq!(load_bars_text(16), format!("{}█", "▁".repeat(15)));
+    assert_eq!(load_bars_text(1), "█");
+    assert_eq!(load_bars_text(0), "");
 }
 
 #[test]
 fn no_rates_are_shown_after_a_counter_reset() {
     let mut model = sample_model(2);
     model.add_answer(ControllerAnswer::Loads(sample_loads(500, 2)));
-    assert!(model.new_connection_rates().is_empty());
-    assert!(rendered_page(&model, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
+    assert!(model.new_connection_rates_by_server().is_empty());
+    assert!(rendered_page(&model, &mut ServerListView::default(), 80, 24).contains(" 0 new connections/s"));
     model.add_answer(ControllerAnswer::Problem("no controller answers".into()));
-    assert!(rendered_page(&model, &mut View::default(), 80, 24).contains("no controller answers"));
+    assert!(rendered_page(&model, &mut ServerListView::default(), 80, 24).contains("no controller answers"));
 }

@@ -1,5 +1,5 @@
-use coreward_model::consistency::Consistency;
-use coreward_model::cookie::KeyIndex;
+use coreward_model::consistency::ConsistencyMode;
+use coreward_model::cookie::CookieKeyIndex;
 use coreward_model::tuple::Protocol;
 
 use super::*;
@@ -8,7 +8,7 @@ use crate::FleetChange;
 fn sample_keys() -> FleetCookieKeys {
     FleetCookieKeys {
         keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
-        current_key_index: KeyIndex::First,
+        current_key_index: CookieKeyIndex::First,
     }
 }
 
@@ -34,7 +34,7 @@ fn sample_service(index: u32) -> Service {
         },
         index: ServiceIndex::new(index).unwrap(),
         mode: match index {
-            0 => ServiceSettings { consistency: Consistency::Stateful, ..ServiceSettings::default() },
+            0 => ServiceSettings { consistency: ConsistencyMode::Stateful, ..ServiceSettings::default() },
             _ => ServiceSettings { timestamps: TimestampOrigin::LoadBalancer, ..ServiceSettings::default() },
         },
         policy_name: "least".into(),
@@ -47,7 +47,7 @@ fn sample_service(index: u32) -> Service {
 }
 
 fn sample_configuration() -> FleetConfiguration {
-    let sample_peer = |owner: Option<u32>, address: Option<[u8; 4]>| PeerLoadBalancer {
+    let sample_peer_load_balancer = |owner: Option<u32>, address: Option<[u8; 4]>| PeerLoadBalancer {
         name: format!("lb{owner:?}"),
         owner_number: owner.map(|number| u64::from(number).try_into().unwrap()),
         address: address.map(IpAddr::from),
@@ -58,9 +58,9 @@ fn sample_configuration() -> FleetConfiguration {
         keys: sample_keys(),
         services: vec![sample_service(0), sample_service(63)],
         load_balancers: vec![
-            sample_peer(Some(15), Some([10, 2, 0, 1])),
-            sample_peer(Some(0), None),
-            sample_peer(None, None),
+            sample_peer_load_balancer(Some(15), Some([10, 2, 0, 1])),
+            sample_peer_load_balancer(Some(0), None),
+            sample_peer_load_balancer(None, None),
         ],
         report_interval: Duration::from_millis(100),
         table_lifetime: Duration::from_secs(30),
@@ -70,7 +70,7 @@ fn sample_configuration() -> FleetConfiguration {
 #[test]
 fn change_applied_to_the_old_configuration_gives_the_new_one() {
     let (old, mut new) = (sample_configuration(), sample_configuration());
-    assert_eq!(FleetChange::between((4, &old), (5, &new)).configuration.services, []);
+    assert_eq!(FleetChange::between_configurations((4, &old), (5, &new)).configuration.services, []);
     new.generation = 4;
     new.load_balancers[0].is_alive = false;
     new.services[1].servers[0].is_eligible = false;
@@ -79,12 +79,12 @@ fn change_applied_to_the_old_configuration_gives_the_new_one() {
     new_service.address.vip_and_port.set_port(81);
     new.services.push(new_service);
     new.services.remove(0);
-    let change = FleetChange::between((4, &old), (5, &new));
+    let change = FleetChange::between_configurations((4, &old), (5, &new));
     assert_eq!(change.removed_service_indexes, [old.services[0].index]);
     let decoded_change = FleetChange::decode(change.encode()).unwrap().0;
-    assert_eq!((decoded_change.base_number, decoded_change.next_number), (4, 5));
+    assert_eq!((decoded_change.base_configuration_number, decoded_change.next_configuration_number), (4, 5));
     assert_eq!(decoded_change.apply_to(old), new);
-    let encoded_change = FleetChange::between((5, &new), (6, &new)).encode();
+    let encoded_change = FleetChange::between_configurations((5, &new), (6, &new)).encode();
     assert!(encoded_change.len() < 200, "what is the same is not sent: {} bytes", encoded_change.len());
 }
 
@@ -105,7 +105,7 @@ fn configurations_round_trip() {
             address: sample_configuration().services[0].address,
             server_id: 7.try_into().unwrap(),
             mode: ServiceSettings {
-                consistency: Consistency::Beamer,
+                consistency: ConsistencyMode::Beamer,
                 timestamps: TimestampOrigin::Off,
                 ..ServiceSettings::default()
             },
@@ -143,7 +143,7 @@ fn unusable_service_affects_no_other_service_and_is_still_drained() {
     assert!(!effective_service.servers[0].is_eligible);
     assert_eq!(Service { servers: previous_service.servers.clone(), ..effective_service }, *previous_service);
 
-    let change = FleetChange::between(
+    let change = FleetChange::between_configurations(
         (4, &sample_configuration()),
         (5, &FleetConfiguration { services: vec![], ..sample_configuration() }),
     );

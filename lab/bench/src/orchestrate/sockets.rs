@@ -11,20 +11,20 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use coreward_orchestrator::classify::{Classifier, PayloadPattern};
-use coreward_orchestrator::config::Config;
-use coreward_orchestrator::daemon::Daemon;
+use coreward_orchestrator::classify::{PayloadPattern, RequestClassifier};
+use coreward_orchestrator::config::OrchestratorConfig;
+use coreward_orchestrator::daemon::OrchestratorDaemon;
 use coreward_orchestrator::intake::RequestIntake;
-use coreward_orchestrator::socket::BatchSocket;
-use coreward_runtime::worker::Runtime;
+use coreward_orchestrator::socket::UdpBatchSocket;
+use coreward_runtime::worker::OrchestratorConnection;
 
 use super::{
-    ORCHESTRATOR_AND_WORKER_CPU, REQUEST_PAYLOAD, connect_workers, engine_config, free_loopback_address, veth,
+    ORCHESTRATOR_AND_WORKER_CPU, REQUEST_PAYLOAD, build_engine_config, connect_workers, free_loopback_address, veth,
 };
 use crate::cpus::{THIS_THREAD, bind_to_cpu};
 
 /// Number of requests that wait in the socket before the clock starts. They fit the kernel's default receive buffer.
-const BURST_SIZE: u64 = 256;
+const REQUESTS_PER_BURST: u64 = 256;
 pub const CORE_COUNT: u16 = 16;
 /// Maximum time for a burst, which normally takes less than a millisecond.
 const BURST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -32,65 +32,65 @@ const KSOFTIRQD_WAIT: Duration = Duration::from_micros(50);
 
 /// Mean times per request (ns), in the server and for the delivery into its socket.
 #[derive(Debug, Clone, Copy)]
-pub struct RequestTimes {
+pub struct MeanRequestTimes {
     pub server_ns: f64,
     pub delivery_ns: f64,
 }
 
-fn bind_loopback_client() -> anyhow::Result<BatchSocket> {
-    Ok(BatchSocket::bind("127.0.0.1:0".parse()?, REQUEST_PAYLOAD.len())?)
+fn bind_loopback_client() -> anyhow::Result<UdpBatchSocket> {
+    Ok(UdpBatchSocket::bind("127.0.0.1:0".parse()?, REQUEST_PAYLOAD.len())?)
 }
 
 /// Receives the responses to a burst, which ksoftirqd may have to deliver on this CPU if the client uses a veth.
-fn receive_responses(client: &mut BatchSocket) -> anyhow::Result<()> {
+fn receive_responses(client: &mut UdpBatchSocket) -> anyhow::Result<()> {
     let (start, mut response_count) = (Instant::now(), 0);
-    while response_count < BURST_SIZE {
-        match client.receive(&mut |_, payload| assert_eq!(payload, REQUEST_PAYLOAD))? {
+    while response_count < REQUESTS_PER_BURST {
+        match client.receive_batch(&mut |_, payload| assert_eq!(payload, REQUEST_PAYLOAD))? {
             0 => std::thread::sleep(KSOFTIRQD_WAIT),
             received_count => response_count += received_count as u64,
         }
         ensure!(
             start.elapsed() < BURST_TIMEOUT,
-            "{response_count} responses to {BURST_SIZE} requests after {BURST_TIMEOUT:?}"
+            "{response_count} responses to {REQUESTS_PER_BURST} requests after {BURST_TIMEOUT:?}"
         );
     }
     Ok(())
 }
 
 /// Measures a server with bursts of requests. Each call of `serve` returns the number of requests it has completed.
-fn measure_server(
-    client: &mut BatchSocket,
+fn measure_mean_request_times(
+    client: &mut UdpBatchSocket,
     server: SocketAddrV4,
     request_count: u64,
     serve: &mut dyn FnMut() -> anyhow::Result<u64>,
-) -> anyhow::Result<RequestTimes> {
+) -> anyhow::Result<MeanRequestTimes> {
     let (burst_count, mut serving_time, mut delivery_time) =
-        (request_count.div_ceil(BURST_SIZE), Duration::ZERO, Duration::ZERO);
+        (request_count.div_ceil(REQUESTS_PER_BURST), Duration::ZERO, Duration::ZERO);
     for _ in 0..burst_count {
         let start = Instant::now();
-        (0..BURST_SIZE).for_each(|_| client.send(server, &REQUEST_PAYLOAD));
+        (0..REQUESTS_PER_BURST).for_each(|_| client.queue_datagram(server, &REQUEST_PAYLOAD));
         client.flush();
         delivery_time += start.elapsed();
         let (start, mut completed_count) = (Instant::now(), 0);
-        while completed_count < BURST_SIZE {
+        while completed_count < REQUESTS_PER_BURST {
             completed_count += serve()?;
             ensure!(
                 start.elapsed() < BURST_TIMEOUT,
-                "{completed_count} of {BURST_SIZE} requests are completed after {BURST_TIMEOUT:?}"
+                "{completed_count} of {REQUESTS_PER_BURST} requests are completed after {BURST_TIMEOUT:?}"
             );
         }
         serving_time += start.elapsed();
         receive_responses(client)?;
     }
-    let ns_per_request = |time: Duration| time.as_nanos() as f64 / (burst_count * BURST_SIZE) as f64;
-    Ok(RequestTimes { server_ns: ns_per_request(serving_time), delivery_ns: ns_per_request(delivery_time) })
+    let ns_per_request = |time: Duration| time.as_nanos() as f64 / (burst_count * REQUESTS_PER_BURST) as f64;
+    Ok(MeanRequestTimes { server_ns: ns_per_request(serving_time), delivery_ns: ns_per_request(delivery_time) })
 }
 
 /// Measures an echo server that uses two system calls per request.
-pub fn measure_echo_per_request(request_count: u64) -> anyhow::Result<RequestTimes> {
+pub fn measure_echo_per_request(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
     let socket = UdpSocket::bind("127.0.0.1:0")?;
     let std::net::SocketAddr::V4(address) = socket.local_addr()? else { unreachable!("bound to an IPv4 address") };
-    measure_server(&mut bind_loopback_client()?, address, request_count, &mut || {
+    measure_mean_request_times(&mut bind_loopback_client()?, address, request_count, &mut || {
         let mut payload = [0; REQUEST_PAYLOAD.len() + 1];
         let (length, client_address) = socket.recv_from(&mut payload)?;
         socket.send_to(&payload[..length], client_address)?;
@@ -99,42 +99,44 @@ pub fn measure_echo_per_request(request_count: u64) -> anyhow::Result<RequestTim
 }
 
 /// Measures an echo server that uses two system calls per batch of requests.
-pub fn measure_batch_echo(request_count: u64) -> anyhow::Result<RequestTimes> {
-    let mut socket = BatchSocket::bind("127.0.0.1:0".parse()?, REQUEST_PAYLOAD.len())?;
+pub fn measure_batch_echo(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
+    let mut socket = UdpBatchSocket::bind("127.0.0.1:0".parse()?, REQUEST_PAYLOAD.len())?;
     let address = socket.local_address()?;
     let mut client_addresses = Vec::new();
-    measure_server(&mut bind_loopback_client()?, address, request_count, &mut || {
+    measure_mean_request_times(&mut bind_loopback_client()?, address, request_count, &mut || {
         client_addresses.clear();
-        let received_request_count = socket.receive(&mut |client_address, _| client_addresses.push(client_address))?;
-        client_addresses.iter().for_each(|client_address| socket.send(*client_address, &REQUEST_PAYLOAD));
+        let received_request_count =
+            socket.receive_batch(&mut |client_address, _| client_addresses.push(client_address))?;
+        client_addresses.iter().for_each(|client_address| socket.queue_datagram(*client_address, &REQUEST_PAYLOAD));
         socket.flush();
         Ok(received_request_count as u64)
     })
 }
 
-pub fn measure_loopback_orchestrator(request_count: u64) -> anyhow::Result<RequestTimes> {
+pub fn measure_loopback_orchestrator(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
     measure_orchestrator(free_loopback_address()?, None, &mut bind_loopback_client()?, request_count)
 }
 
-pub fn measure_veth_orchestrator(request_count: u64) -> anyhow::Result<RequestTimes> {
+pub fn measure_veth_orchestrator(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
     veth::with_client_socket(|client| measure_orchestrator(veth::SERVER_ADDRESS, None, client, request_count))
 }
 
 /// Measures the orchestrator over a veth, with AF_XDP in copy mode.
-pub fn measure_af_xdp_orchestrator(request_count: u64) -> anyhow::Result<RequestTimes> {
+pub fn measure_af_xdp_orchestrator(request_count: u64) -> anyhow::Result<MeanRequestTimes> {
     veth::with_client_socket(|client| {
-        measure_orchestrator(veth::SERVER_ADDRESS, Some(veth::VETH_NAME), client, request_count)
+        measure_orchestrator(veth::SERVER_ADDRESS, Some(veth::VETH_DEVICE_NAME), client, request_count)
     })
 }
 
 /// Returns the configuration of an orchestrator without idle sleep, whose second service gets all requests.
-fn orchestrator_config(memory_path: &Path, address: SocketAddrV4, interface: Option<&str>) -> Config {
-    let rules = vec![(0, Some(PayloadPattern { offset: 0, bytes: vec![!REQUEST_PAYLOAD[0]] })), (1, None)];
-    Config {
+fn build_orchestrator_config(memory_path: &Path, address: SocketAddrV4, interface: Option<&str>) -> OrchestratorConfig {
+    let services_and_patterns =
+        vec![(0, Some(PayloadPattern { byte_offset: 0, expected_bytes: vec![!REQUEST_PAYLOAD[0]] })), (1, None)];
+    OrchestratorConfig {
         shared_memory_path: memory_path.to_owned(),
-        listeners: vec![(address, Classifier { rules })],
+        listeners: vec![(address, RequestClassifier { services_and_patterns })],
         af_xdp_interface: interface.map(str::to_owned),
-        engine_config: engine_config(CORE_COUNT, address),
+        engine_config: build_engine_config(CORE_COUNT, address),
         idle_sleep: Duration::ZERO,
         metrics_address: None,
     }
@@ -144,18 +146,18 @@ fn orchestrator_config(memory_path: &Path, address: SocketAddrV4, interface: Opt
 fn measure_orchestrator(
     address: SocketAddrV4,
     interface: Option<&str>,
-    client: &mut BatchSocket,
+    client: &mut UdpBatchSocket,
     request_count: u64,
-) -> anyhow::Result<RequestTimes> {
+) -> anyhow::Result<MeanRequestTimes> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let memory_path = directory.path().join("cores");
-    let config = orchestrator_config(&memory_path, address, interface);
+    let config = build_orchestrator_config(&memory_path, address, interface);
     let request_intake = RequestIntake::open(&config);
     if let Some(reason) = request_intake.status().fallback_reason {
         bail!("no AF_XDP: {reason}");
     }
-    let mut daemon = Daemon::start(&config, request_intake)?;
-    let (runtime, should_stop) = (Runtime::connect(&memory_path)?, AtomicBool::new(false));
+    let mut daemon = OrchestratorDaemon::start(&config, request_intake)?;
+    let (runtime, should_stop) = (OrchestratorConnection::connect(&memory_path)?, AtomicBool::new(false));
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| answer_requests(&runtime, address, &should_stop));
         while daemon.engine().attached_worker_count() < CORE_COUNT.into() {
@@ -164,11 +166,11 @@ fn measure_orchestrator(
             // Lets the workers' thread start, which is still on this CPU.
             std::thread::yield_now();
         }
-        let completed_request_count = |daemon: &Daemon| {
+        let completed_request_count = |daemon: &OrchestratorDaemon| {
             daemon.engine().service_counters().iter().map(|service| service.completed_requests).sum::<u64>()
         };
         let mut last_completed_count = 0;
-        let request_times = measure_server(client, address, request_count, &mut || {
+        let request_times = measure_mean_request_times(client, address, request_count, &mut || {
             daemon.run_once()?;
             let completed_count = completed_request_count(&daemon);
             Ok(completed_count - std::mem::replace(&mut last_completed_count, completed_count))
@@ -179,7 +181,11 @@ fn measure_orchestrator(
     })
 }
 
-fn answer_requests(runtime: &Runtime, address: SocketAddrV4, should_stop: &AtomicBool) -> anyhow::Result<()> {
+fn answer_requests(
+    runtime: &OrchestratorConnection,
+    address: SocketAddrV4,
+    should_stop: &AtomicBool,
+) -> anyhow::Result<()> {
     bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
     let mut workers = connect_workers(runtime, CORE_COUNT, address)?;
     while !should_stop.load(Relaxed) {

@@ -7,17 +7,20 @@ use std::os::fd::OwnedFd;
 
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::lb::{
-    COUNTER_NAMES, LoadBalancer, Options, OuterSourceAddresses, PacketCounters, Server, ServiceIndex, Tunnel, XdpMode,
+    COUNTER_NAMES, LoadBalancer, LoadBalancerOptions, OuterSourceAddresses, PacketCounters, Server, ServerTunnel,
+    ServiceIndex, XdpMode,
 };
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Connection, ConnectionIndex, TableOwnerNumber, TableSize, encode_cookie_index};
-use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::connection_table::{
+    Connection, ConnectionIndex, ConnectionTableSize, TableOwnerNumber, encode_cookie_index,
+};
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
+use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb_stamping;
 use coreward_model::placement::{
-    BucketCount, CandidateCore, PlacementRule, PlacementTable, ServerCore, TableMember, rendezvous_table,
+    BucketCount, CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, ServerCore, rendezvous_table,
 };
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
@@ -27,13 +30,13 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::runner::{FrameTemplate, PACKET_COUNT, PacketGenerator, PacketRunner, PacketVariation};
 use super::workload::{
-    Direction, FIRST_SERVER_MAC, IPV4_SERVICE_ADDRESS, LOAD_BALANCER_MAC, NewConnection, PacketCase, random_clients,
-    response_frame, syn_frame,
+    FIRST_SERVER_MAC, IPV4_SERVICE_ADDRESS, LOAD_BALANCER_MAC, NewConnectionCase, PacketCase, PacketDirection,
+    random_client_addresses, response_frame_template, syn_frame_template,
 };
 
 /// Number of servers in the pool, as in a small fleet.
 const SERVER_COUNT: u64 = 64;
-const CORE_COUNT: u16 = 16;
+const CORES_PER_SERVER: u16 = 16;
 /// Source addresses of the outer headers of encapsulated packets.
 const OUTER_SOURCE_ADDRESSES: OuterSourceAddresses =
     OuterSourceAddresses { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
@@ -49,7 +52,7 @@ pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKET_COUNT as u64;
 
 /// Returns the only service's address, which for [`PacketCase::NoService`] differs from the packets' destination.
 fn service_address(case: PacketCase) -> SocketAddr {
-    if case == PacketCase::NoService { IPV4_SERVICE_ADDRESS.into() } else { case.destination() }
+    if case == PacketCase::NoService { IPV4_SERVICE_ADDRESS.into() } else { case.destination_address() }
 }
 
 /// Load balancer without a device, which is configured for the packets of one case.
@@ -67,22 +70,22 @@ pub struct CaseLoadBalancer {
 pub struct PlacementSetup {
     pub placement_rule: PlacementRule,
     pub rss_group_count: usize,
-    pub connection_table_size: TableSize,
+    pub connection_table_size: ConnectionTableSize,
     pub flow_table_entries: u32,
 }
 
 impl PlacementSetup {
     fn for_case(case: PacketCase) -> anyhow::Result<Self> {
         let (placement_rule, rss_group_count) = match case {
-            PacketCase::NewConnection(NewConnection { placement_rule: rule, rss_group_count, .. }) => {
+            PacketCase::NewConnection(NewConnectionCase { placement_rule: rule, rss_group_count, .. }) => {
                 (rule, rss_group_count)
             }
             _ => (PlacementRule::Table, 1),
         };
         let connection_table_entries = match case {
-            PacketCase::EstablishedConnections(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
-            PacketCase::NewConnection(NewConnection {
-                consistency: Consistency::Stateful,
+            PacketCase::EstablishedConnections(ConsistencyMode::Stateful, _) => CONNECTION_TABLE_ENTRIES,
+            PacketCase::NewConnection(NewConnectionCase {
+                consistency: ConsistencyMode::Stateful,
                 connection_count: connections,
                 ..
             }) => 2 * connections as u64,
@@ -94,7 +97,7 @@ impl PlacementSetup {
         Ok(Self {
             placement_rule,
             rss_group_count,
-            connection_table_size: TableSize::try_from(connection_table_entries)?,
+            connection_table_size: ConnectionTableSize::try_from(connection_table_entries)?,
             flow_table_entries,
         })
     }
@@ -117,10 +120,10 @@ fn random_server_ids(case: PacketCase, rng: &mut Xoshiro256PlusPlus) -> anyhow::
     let server_id_count =
         if case.is_lb_stamped() { lb_stamping::STAMPABLE_SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
     let server_id_step = server_id_count / SERVER_COUNT;
-    let random_id = |server_index: u64| {
+    let random_server_id = |server_index: u64| {
         Ok(ServerId::try_from(server_index * server_id_step + u64::from(uniform_below(rng, server_id_step as u32)))?)
     };
-    (0..SERVER_COUNT).map(random_id).collect()
+    (0..SERVER_COUNT).map(random_server_id).collect()
 }
 
 /// Adds eligible servers to the service, each with its MAC address and its tunnel.
@@ -134,13 +137,13 @@ fn add_servers(
         let mac = server_mac(server_index);
         load_balancer.set_server(service_index, *server_id, Server { mac: Some(mac), is_eligible: true });
         let destination_address = case.outer_server_address(*server_id);
-        load_balancer.set_tunnel(*server_id, Tunnel { destination_address, source_port: None })?;
+        load_balancer.set_server_tunnel(*server_id, ServerTunnel { destination_address, source_port: None })?;
     }
     Ok(())
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct RunResult {
+pub struct PacketRunResult {
     /// Mean time per packet (ns).
     pub mean_ns: f64,
     /// Number of packets in this run that the case's expected counter has counted.
@@ -157,18 +160,21 @@ impl CaseLoadBalancer {
     /// Loads a load balancer like [`new`](Self::new), but with `setup` instead of the case's own setup.
     pub fn with_setup(case: PacketCase, setup: PlacementSetup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
-        let mut load_balancer = LoadBalancer::load(Options {
+        let mut load_balancer = LoadBalancer::load(LoadBalancerOptions {
             flow_table_entry_count: setup.flow_table_entries,
             connection_table_size: setup.connection_table_size,
             packets_read_clock: true,
-            ..Options::default()
+            ..LoadBalancerOptions::default()
         })?;
         load_balancer.set_own_mac(LOAD_BALANCER_MAC);
         load_balancer.set_outer_sources_and_mtu(OUTER_SOURCE_ADDRESSES, ETHERNET_MTU);
         let address = ServiceAddress { vip_and_port: service_address(case), protocol: Protocol::Tcp };
         let service_index = load_balancer.set_services(&[(address, service_settings(case))])?[0];
-        let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current_key_index: KeyIndex::First };
+        let mut random_cookie_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
+        let cookie_keys = FleetCookieKeys {
+            keys: [random_cookie_key(), random_cookie_key()],
+            current_key_index: CookieKeyIndex::First,
+        };
         load_balancer.set_cookie_keys(&cookie_keys);
         load_balancer.set_time_key(service_index, cookie_keys.keys[1]);
         let owner_number = TableOwnerNumber::try_from(5)?;
@@ -188,7 +194,7 @@ impl CaseLoadBalancer {
             owner_number,
         };
         balancer.open_connections()?;
-        if case == PacketCase::LbStamped(Direction::ToServer) {
+        if case == PacketCase::LbStamped(PacketDirection::ToServer) {
             balancer.teach_server_clocks()?;
         }
         Ok(balancer)
@@ -197,14 +203,15 @@ impl CaseLoadBalancer {
     /// Sends a response of each server through the load balancer. From these, it learns the servers' clocks, by which
     /// it restores TSecr.
     fn teach_server_clocks(&self) -> anyhow::Result<()> {
-        let FrameTemplate { bytes: mut response_bytes, ports_offset, .. } = response_frame();
+        let FrameTemplate { frame_bytes: mut response_bytes, ports_offset, .. } = response_frame_template();
         let response_ports = &mut response_bytes[ports_offset as usize..][..4];
-        response_ports.copy_from_slice(&[self.case.destination().port().to_be_bytes(), [4, 0]].concat());
+        response_ports.copy_from_slice(&[self.case.destination_address().port().to_be_bytes(), [4, 0]].concat());
         for server_index in 0..self.server_ids.len() {
             response_bytes[6..12].copy_from_slice(&server_mac(server_index).0);
-            test_run::run(self.load_balancer.borrow().program(), &response_bytes, 1)?;
+            test_run::run_program(self.load_balancer.borrow().program_fd(), &response_bytes, 1)?;
         }
-        let stamped_packet_count = self.counters().packets_by_outcome[intf::LB_COUNTER_REPLY_STAMPED as usize];
+        let stamped_packet_count =
+            self.case_packet_counters().packets_by_outcome[intf::LB_COUNTER_REPLY_STAMPED as usize];
         ensure!(
             stamped_packet_count == self.server_ids.len() as u64,
             "{}: {stamped_packet_count} answers were stamped",
@@ -222,13 +229,13 @@ impl CaseLoadBalancer {
         if !self.case.needs_connection_entry() {
             return Ok(());
         }
-        let client_addresses = random_clients(self.case.connection_count());
+        let client_addresses = random_client_addresses(self.case.connection_count());
         let syn_packets: Vec<PacketVariation> =
             client_addresses.iter().map(|client| self.packet_from_client(client, 0)).collect();
         let lb = self.load_balancer.borrow();
-        PacketRunner::new(&syn_frame(), &syn_packets, 0)?.choose_program_and_run(
+        PacketRunner::new(&syn_frame_template(), &syn_packets, 0)?.choose_program_and_run(
             PacketGenerator::VariedFrame,
-            lb.program(),
+            lb.program_fd(),
             syn_packets.len() as u32,
         )?;
         let opened_connection_count =
@@ -242,8 +249,8 @@ impl CaseLoadBalancer {
     }
 
     fn packet_from_client(&self, client: &SocketAddrV4, tsecr: u32) -> PacketVariation {
-        let mut port_bytes = [client.port().to_be_bytes(), self.case.destination().port().to_be_bytes()];
-        if self.case == PacketCase::LbStamped(Direction::ToClient) {
+        let mut port_bytes = [client.port().to_be_bytes(), self.case.destination_address().port().to_be_bytes()];
+        if self.case == PacketCase::LbStamped(PacketDirection::ToClient) {
             port_bytes.reverse();
         }
         let ports = port_bytes.concat();
@@ -257,22 +264,22 @@ impl CaseLoadBalancer {
 
     /// Returns one packet per connection, in random order, each with the stamp of its server. Fails when a connection
     /// has no entry.
-    pub fn packets(&self) -> anyhow::Result<Vec<PacketVariation>> {
+    pub fn shuffled_packet_variations(&self) -> anyhow::Result<Vec<PacketVariation>> {
         let mut rng = seeded_rng(3, 0);
-        let entry_by_client = self.entries_by_client();
-        let client_addresses = random_clients(self.case.connection_count());
+        let entry_by_client = self.connection_indexes_by_client();
+        let client_addresses = random_client_addresses(self.case.connection_count());
         let packets = client_addresses.iter().map(|client| {
             let cookie = match self.case {
                 PacketCase::NewConnection(_) | PacketCase::NewConnectionIpv6 => {
                     return Ok(self.packet_from_client(client, 0));
                 }
-                PacketCase::LbStamped(Direction::ToClient) => {
+                PacketCase::LbStamped(PacketDirection::ToClient) => {
                     return Ok(self.packet_from_client(client, rng.next_u32()));
                 }
-                PacketCase::LbStamped(Direction::ToServer) => {
+                PacketCase::LbStamped(PacketDirection::ToServer) => {
                     return Ok(self.packet_from_client(client, self.random_server_tsecr(client, &mut rng)));
                 }
-                PacketCase::EstablishedConnections(Consistency::Stateful, _) => {
+                PacketCase::EstablishedConnections(ConsistencyMode::Stateful, _) => {
                     let entry_index = entry_by_client
                         .get(&SocketAddr::from(*client))
                         .with_context(|| format!("{client} has no entry"))?;
@@ -301,7 +308,7 @@ impl CaseLoadBalancer {
     }
 
     /// Returns the index of each client's connection-table entry.
-    pub fn entries_by_client(&self) -> HashMap<SocketAddr, ConnectionIndex> {
+    pub fn connection_indexes_by_client(&self) -> HashMap<SocketAddr, ConnectionIndex> {
         let lb = self.load_balancer.borrow();
         lb.connections(self.service_index).map(|connection| (connection.client, connection.index)).collect()
     }
@@ -313,22 +320,22 @@ impl CaseLoadBalancer {
     }
 
     /// Returns a descriptor of the program, for test runs whose results are not checked.
-    pub fn program(&self) -> anyhow::Result<OwnedFd> {
-        Ok(self.load_balancer.borrow().program().try_clone_to_owned()?)
+    pub fn duplicate_program_descriptor(&self) -> anyhow::Result<OwnedFd> {
+        Ok(self.load_balancer.borrow().program_fd().try_clone_to_owned()?)
     }
 
     /// Returns all counters of the service, or those for packets without a service if the case has none.
-    pub fn counters(&self) -> PacketCounters {
+    pub fn case_packet_counters(&self) -> PacketCounters {
         let lb = self.load_balancer.borrow();
         match self.case {
-            PacketCase::NoService => lb.counters_without_service(),
+            PacketCase::NoService => lb.no_service_packet_counters(),
             _ => lb.service_counters(self.service_index),
         }
     }
 
     /// Runs the program on `packet_count` packets and returns the mean time (ns). Afterwards, frees all entries that
     /// the packets took. Fails when the program does not treat each packet as the case expects.
-    pub fn run_batches(
+    pub fn run_packet_batches(
         &self,
         runner: &PacketRunner,
         generator: PacketGenerator,
@@ -372,7 +379,8 @@ impl CaseLoadBalancer {
     ) -> anyhow::Result<f64> {
         let case = self.case;
         let run_result = self.run_and_count(runner, generator, packet_count)?;
-        let (counter_name, counted_packets) = (COUNTER_NAMES[case.expected_counter()], run_result.counted_packets);
+        let (counter_name, counted_packets) =
+            (COUNTER_NAMES[case.expected_counter_index()], run_result.counted_packets);
         ensure!(
             counted_packets == u64::from(packet_count),
             "{case}: {counted_packets} of {packet_count} packets were counted as {counter_name}"
@@ -387,18 +395,19 @@ impl CaseLoadBalancer {
         runner: &PacketRunner,
         generator: PacketGenerator,
         packet_count: u32,
-    ) -> anyhow::Result<RunResult> {
+    ) -> anyhow::Result<PacketRunResult> {
         let (case, expected_verdict) = (self.case, self.case.expected_verdict());
-        let initial_packet_count = self.counters().packets_by_outcome[case.expected_counter()];
+        let initial_packet_count = self.case_packet_counters().packets_by_outcome[case.expected_counter_index()];
         let (mean_ns, xdp_verdict) =
-            runner.choose_program_and_run(generator, self.load_balancer.borrow().program(), packet_count)?;
+            runner.choose_program_and_run(generator, self.load_balancer.borrow().program_fd(), packet_count)?;
         ensure!(
             xdp_verdict == expected_verdict,
             "{case}: the last packet's verdict was {xdp_verdict}, expected {expected_verdict}"
         );
-        Ok(RunResult {
+        Ok(PacketRunResult {
             mean_ns,
-            counted_packets: self.counters().packets_by_outcome[case.expected_counter()] - initial_packet_count,
+            counted_packets: self.case_packet_counters().packets_by_outcome[case.expected_counter_index()]
+                - initial_packet_count,
         })
     }
 
@@ -433,8 +442,10 @@ fn random_placement_table(
     rng: &mut Xoshiro256PlusPlus,
 ) -> PlacementTable {
     let bucket_count = BucketCount::PAPER_VALUE;
-    let core_slots: Vec<ServerCore> =
-        servers.iter().flat_map(|server| (0..CORE_COUNT).map(|core| ServerCore { server: *server, core })).collect();
+    let core_slots: Vec<ServerCore> = servers
+        .iter()
+        .flat_map(|server| (0..CORES_PER_SERVER).map(|core| ServerCore { server: *server, core }))
+        .collect();
     let candidates_per_bucket = if rule == PlacementRule::Table { 1 } else { intf::MAX_CANDIDATES };
     let candidate_count = rss_group_count as u32 * bucket_count.get() * candidates_per_bucket;
     let mut random_candidate = |_| {
@@ -445,7 +456,7 @@ fn random_placement_table(
     let candidates = (0..candidate_count).map(&mut random_candidate).collect();
     let members = servers
         .iter()
-        .map(|server| TableMember { server: *server, fixed_point_load: uniform_below(rng, intf::LOAD_ONE) });
+        .map(|server| PlacementTableMember { server: *server, fixed_point_load: uniform_below(rng, intf::LOAD_ONE) });
     let members = members.collect();
     PlacementTable {
         generation: 1,

@@ -4,17 +4,18 @@
 use std::os::fd::AsFd as _;
 
 use anyhow::Context as _;
-use coreward_model::connection_table::TableSize;
-use coreward_model::consistency::Consistency;
+use coreward_model::connection_table::ConnectionTableSize;
+use coreward_model::consistency::ConsistencyMode;
 
 use super::balancer::{CONNECTION_TABLE_ENTRIES, CaseLoadBalancer};
 use super::interleaved::{
-    InterleavedProgram, NsByRound, Program, differences_by_round, measure_interleaved, median_of_rounds, quartile_range,
+    InterleavedProgram, MeasuredProgram, NsByRound, differences_by_round, measure_interleaved, median_of_rounds,
+    quartile_range_text,
 };
 use super::runner::{PACKET_COUNT, PacketGenerator, PacketRunner};
-use super::workload::{PacketCase, random_clients};
-use super::{Args, CaseMeasurement};
-use crate::report::Table;
+use super::workload::{PacketCase, random_client_addresses};
+use super::{CaseMeasurement, XdpBenchArgs};
+use crate::report::ReportTable;
 
 /// Numbers of open connections for which all modes are measured.
 const CONNECTION_COUNTS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKET_COUNT];
@@ -32,39 +33,43 @@ pub struct ConnectionCountCosts {
 }
 
 pub fn measure_connection_counts(
-    args: &Args,
+    args: &XdpBenchArgs,
     progress: &dyn Fn(usize, usize),
 ) -> anyhow::Result<Vec<ConnectionCountCosts>> {
-    let measure_count = |(done_count, connection_count): (usize, &usize)| {
+    let measure_with_progress = |(done_count, connection_count): (usize, &usize)| {
         progress(done_count, CONNECTION_COUNTS.len());
         measure_connection_count(*connection_count, args).with_context(|| format!("{connection_count} connections"))
     };
-    CONNECTION_COUNTS.iter().enumerate().map(measure_count).collect()
+    CONNECTION_COUNTS.iter().enumerate().map(measure_with_progress).collect()
 }
 
-fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Result<ConnectionCountCosts> {
+fn measure_connection_count(connection_count: usize, args: &XdpBenchArgs) -> anyhow::Result<ConnectionCountCosts> {
     let open_balancer =
         |consistency| CaseLoadBalancer::new(PacketCase::EstablishedConnections(consistency, connection_count));
-    let stateless = open_balancer(Consistency::Stateless)?;
-    let stateful = open_balancer(Consistency::Stateful)?;
-    let hash_table = open_balancer(Consistency::HashTable)?;
-    let create_runner =
-        |balancer: &CaseLoadBalancer| PacketRunner::new(&balancer.case().frame_template(), &balancer.packets()?, 0);
+    let stateless = open_balancer(ConsistencyMode::Stateless)?;
+    let stateful = open_balancer(ConsistencyMode::Stateful)?;
+    let hash_table = open_balancer(ConsistencyMode::HashTable)?;
+    let create_runner = |balancer: &CaseLoadBalancer| {
+        PacketRunner::new(&balancer.case().frame_template(), &balancer.shuffled_packet_variations()?, 0)
+    };
     let (stateful_runner, hash_table_runner) = (create_runner(&stateful)?, create_runner(&hash_table)?);
     let stateless_runner = create_runner_with_table_lines(&stateless, &stateful)?;
-    let stateless_program = InterleavedProgram::new(&stateless_runner, Program::Balancer(&stateless));
+    let stateless_program = InterleavedProgram::new(&stateless_runner, MeasuredProgram::Balancer(&stateless));
     let round_times = measure_interleaved(
         &[
-            InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.empty_program.as_fd())),
             InterleavedProgram::new(
                 &stateless_runner,
-                Program::Baseline(stateless_runner.parse_and_swap_program.as_fd()),
+                MeasuredProgram::Baseline(stateless_runner.empty_program.as_fd()),
+            ),
+            InterleavedProgram::new(
+                &stateless_runner,
+                MeasuredProgram::Baseline(stateless_runner.parse_and_swap_program.as_fd()),
             ),
             stateless_program,
             InterleavedProgram { generator: PacketGenerator::WithParallelCacheLine, ..stateless_program },
             InterleavedProgram { generator: PacketGenerator::AfterAwaitedCacheLine, ..stateless_program },
-            InterleavedProgram::new(&stateful_runner, Program::Balancer(&stateful)),
-            InterleavedProgram::new(&hash_table_runner, Program::Balancer(&hash_table)),
+            InterleavedProgram::new(&stateful_runner, MeasuredProgram::Balancer(&stateful)),
+            InterleavedProgram::new(&hash_table_runner, MeasuredProgram::Balancer(&hash_table)),
         ],
         args.length.rounds,
         args.length.packets,
@@ -90,17 +95,18 @@ fn create_runner_with_table_lines(
     stateless: &CaseLoadBalancer,
     stateful: &CaseLoadBalancer,
 ) -> anyhow::Result<PacketRunner> {
-    let (entry_by_client, table_size) = (stateful.entries_by_client(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
-    let mut packets = stateless.packets()?;
-    for (packet, client) in packets.iter_mut().zip(random_clients(stateless.case().connection_count())) {
+    let (entry_by_client, table_size) =
+        (stateful.connection_indexes_by_client(), ConnectionTableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
+    let mut packets = stateless.shuffled_packet_variations()?;
+    for (packet, client) in packets.iter_mut().zip(random_client_addresses(stateless.case().connection_count())) {
         packet.line_index = entry_by_client[&client.into()].position(table_size);
     }
     PacketRunner::new(&stateless.case().frame_template(), &packets, CONNECTION_TABLE_ENTRIES as u32)
 }
 
 /// Returns a table with the cost of one cache miss, and the stateful modes' extra costs over the stateless mode.
-pub fn connection_count_table(costs: &[ConnectionCountCosts]) -> Table {
-    let mut table = Table::new(&[
+pub fn costs_by_count_table(costs: &[ConnectionCountCosts]) -> ReportTable {
+    let mut table = ReportTable::new(&[
         "connections",
         "stateless, ns",
         "stateful above stateless",
@@ -121,11 +127,11 @@ pub fn connection_count_table(costs: &[ConnectionCountCosts]) -> Table {
             (count_costs.connection_count as u64).into(),
             median_of_rounds(stateless_ns).into(),
             median_of_rounds(&stateful_excess_ns).into(),
-            quartile_range(&stateful_excess_ns).into(),
+            quartile_range_text(&stateful_excess_ns).into(),
             median_of_rounds(&parallel_cache_line_ns).into(),
-            quartile_range(&parallel_cache_line_ns).into(),
+            quartile_range_text(&parallel_cache_line_ns).into(),
             median_of_rounds(&awaited_cache_line_ns).into(),
-            quartile_range(&awaited_cache_line_ns).into(),
+            quartile_range_text(&awaited_cache_line_ns).into(),
             median_of_rounds(&hash_table_excess_ns).into(),
         ]);
     }

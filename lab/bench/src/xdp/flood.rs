@@ -11,27 +11,27 @@ use std::os::fd::AsFd as _;
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::lb::PacketCounters;
 use coreward_intf as intf;
-use coreward_model::connection_table::{ConnectionIndex, TableSize};
-use coreward_model::consistency::Consistency;
+use coreward_model::connection_table::{ConnectionIndex, ConnectionTableSize};
+use coreward_model::consistency::ConsistencyMode;
 use coreward_model::placement::PlacementRule;
 use nix::sched::sched_getaffinity;
 use nix::unistd::Pid;
 
 use super::MeasurementLength;
 use super::balancer::{CaseLoadBalancer, FLOW_TABLE_ENTRIES, PlacementSetup};
-use super::interleaved::{NsByRound, differences_by_round, median_of_rounds, quartile_range};
+use super::interleaved::{NsByRound, differences_by_round, median_of_rounds, quartile_range_text};
 use super::runner::{PacketGenerator, PacketRunner};
 use super::workload::{PacketCase, XDP_TX};
 use crate::cpus::THIS_THREAD;
 use crate::namespace;
-use crate::report::{Cell, Goal, Report, Table, goal_cells};
-use flooder::{FloodCounts, Flooder, FlooderCommand};
-use memory::MapMemory;
+use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_and_verdict_cells};
+use flooder::{FloodCounts, FlooderCommand, SynFlooder};
+use memory::BpfMapMemory;
 
 const CONNECTION_COUNT: usize = 1 << 17;
 
 /// Goal for the cost that a flood adds to established packets (%).
-const FLOOD_EXCESS_GOAL: Goal = Goal::AtMost(10.0);
+const FLOOD_EXCESS_GOAL: MeasurementGoal = MeasurementGoal::AtMost(10.0);
 
 /// Consistency mode and state of the program that is flooded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,11 +54,13 @@ impl FloodedProgram {
         FloodedProgram::HashTable,
     ];
 
-    fn consistency(self) -> Consistency {
+    fn consistency(self) -> ConsistencyMode {
         match self {
-            FloodedProgram::Stateless => Consistency::Stateless,
-            FloodedProgram::StatefulWithFreeEntries | FloodedProgram::StatefulWithFullTable => Consistency::Stateful,
-            FloodedProgram::HashTable => Consistency::HashTable,
+            FloodedProgram::Stateless => ConsistencyMode::Stateless,
+            FloodedProgram::StatefulWithFreeEntries | FloodedProgram::StatefulWithFullTable => {
+                ConsistencyMode::Stateful
+            }
+            FloodedProgram::HashTable => ConsistencyMode::HashTable,
         }
     }
 
@@ -94,26 +96,26 @@ struct FloodMeasurement {
     /// Number of SYNs that found no free entry.
     syns_without_entry: u64,
     /// Memory of all maps before the first SYN of a flood, and after the last one.
-    memory_before_and_after: [MapMemory; 2],
+    memory_before_and_after: [BpfMapMemory; 2],
     /// Number of used connection-table entries before any flood, and the maximum number after a flood.
     initial_and_max_used_entries: [usize; 2],
 }
 
 /// Measures all flooded programs in a new thread, which is bound to a CPU. Fails without root, with fewer than two
 /// CPUs, or when a packet is not treated as expected.
-pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
-    namespace::measure_in_thread("flood", length, measure_programs)
+pub fn run_flood_bench(length: &MeasurementLength) -> anyhow::Result<BenchReport> {
+    namespace::measure_in_thread("flood", length, measure_flooded_programs)
 }
 
-fn measure_programs(length: &MeasurementLength) -> anyhow::Result<Report> {
+fn measure_flooded_programs(length: &MeasurementLength) -> anyhow::Result<BenchReport> {
     let cpus = first_two_cpus("coreward-lab bench flood")?;
-    let flooder = Flooder::start(cpus[1])?;
+    let flooder = SynFlooder::start(cpus[1])?;
     crate::cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
     let measurements = FloodedProgram::ALL.map(|flooded_program| {
-        measure_program(flooded_program, length, &flooder).with_context(|| flooded_program.to_string())
+        measure_flooded_program(flooded_program, length, &flooder).with_context(|| flooded_program.to_string())
     });
     let measurements = measurements.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
-    Ok(build_report(&measurements, length, cpus))
+    Ok(build_flood_report(&measurements, length, cpus))
 }
 
 /// Returns the first two CPUs that this process may use. Fails when it may use only one.
@@ -142,17 +144,19 @@ impl FloodTarget {
             // This placement rule writes more memory for a new connection than any other.
             placement_rule: PlacementRule::LeastAssigned,
             rss_group_count: 1,
-            connection_table_size: TableSize::try_from(u64::from(flooded_program.connection_table_entries()))?,
+            connection_table_size: ConnectionTableSize::try_from(u64::from(
+                flooded_program.connection_table_entries(),
+            ))?,
             flow_table_entries: FLOW_TABLE_ENTRIES,
         };
         let balancer = CaseLoadBalancer::with_setup(case, setup)?;
-        let runner = PacketRunner::new(&case.frame_template(), &balancer.packets()?, 0)?;
-        let open_connections = balancer.entries_by_client().into_values().collect();
+        let runner = PacketRunner::new(&case.frame_template(), &balancer.shuffled_packet_variations()?, 0)?;
+        let open_connections = balancer.connection_indexes_by_client().into_values().collect();
         Ok(Self { balancer, runner, open_connections })
     }
 
-    fn map_memory(&self) -> anyhow::Result<MapMemory> {
-        MapMemory::of(self.balancer.program()?.as_fd())
+    fn map_memory(&self) -> anyhow::Result<BpfMapMemory> {
+        BpfMapMemory::read_for_program(self.balancer.duplicate_program_descriptor()?.as_fd())
     }
 
     /// Runs packets of open connections through the load balancer (if `measures_lb`) or the empty program. Meanwhile
@@ -160,13 +164,13 @@ impl FloodTarget {
     /// results of [`run_established_packets`] and the number of SYNs.
     fn run_with_flooder(
         &self,
-        flooder: &Flooder,
+        flooder: &SynFlooder,
         measures_lb: bool,
         floods_lb: bool,
         packet_count: u32,
     ) -> anyhow::Result<((f64, u64), FloodCounts)> {
         let command = if floods_lb {
-            FlooderCommand::SynsThroughProgram(self.balancer.program()?)
+            FlooderCommand::SynsThroughProgram(self.balancer.duplicate_program_descriptor()?)
         } else {
             FlooderCommand::SynsThroughEmptyProgram
         };
@@ -200,11 +204,11 @@ impl FloodMeasurement {
 
     /// Runs all rounds of a measurement. Returns how many packets of open connections found their server during the
     /// floods.
-    fn run_rounds(
+    fn run_measurement_rounds(
         &mut self,
         target: &FloodTarget,
         length: &MeasurementLength,
-        flooder: &Flooder,
+        flooder: &SynFlooder,
     ) -> anyhow::Result<u64> {
         let mut packets_that_found_server = 0;
         // The first round only warms up and is not counted.
@@ -231,20 +235,23 @@ impl FloodMeasurement {
     }
 }
 
-fn measure_program(
+fn measure_flooded_program(
     flooded_program: FloodedProgram,
     length: &MeasurementLength,
-    flooder: &Flooder,
+    flooder: &SynFlooder,
 ) -> anyhow::Result<FloodMeasurement> {
     let target = FloodTarget::new(flooded_program)?;
     if flooded_program == FloodedProgram::StatefulWithFullTable {
         fill_connection_table(&target.balancer, flooded_program, flooder)?;
     }
-    let counters_before = target.balancer.counters();
+    let counters_before = target.balancer.case_packet_counters();
     let mut measurement = FloodMeasurement::before_flood(flooded_program, &target)?;
-    let packets_that_found_server = measurement.run_rounds(&target, length, flooder)?;
-    measurement.syns_without_entry =
-        count_syns_without_entry(&counters_before, &target.balancer.counters(), measurement.flood_counts.syn_count)?;
+    let packets_that_found_server = measurement.run_measurement_rounds(&target, length, flooder)?;
+    measurement.syns_without_entry = count_syns_without_entry(
+        &counters_before,
+        &target.balancer.case_packet_counters(),
+        measurement.flood_counts.syn_count,
+    )?;
     measurement.found_entry_fraction =
         packets_that_found_server as f64 / (f64::from(length.rounds) * f64::from(length.packets));
     measurement.memory_before_and_after[1] = target.map_memory()?;
@@ -297,11 +304,11 @@ fn run_established_packets(
 fn fill_connection_table(
     balancer: &CaseLoadBalancer,
     flooded_program: FloodedProgram,
-    flooder: &Flooder,
+    flooder: &SynFlooder,
 ) -> anyhow::Result<()> {
     let entry_count = flooded_program.connection_table_entries() as usize;
     for _ in 0..100 {
-        flooder.flood_during(FlooderCommand::SynsThroughProgram(balancer.program()?), || {
+        flooder.flood_during(FlooderCommand::SynsThroughProgram(balancer.duplicate_program_descriptor()?), || {
             std::thread::sleep(std::time::Duration::from_millis(100));
             Ok(())
         })?;
@@ -313,11 +320,11 @@ fn fill_connection_table(
 }
 
 /// Returns for each round by how many percent its value in `rounds` exceeds its value in `base_rounds`.
-fn excess_percent(rounds: &[f64], base_rounds: &[f64]) -> NsByRound {
+fn excess_percent_by_round(rounds: &[f64], base_rounds: &[f64]) -> NsByRound {
     rounds.iter().zip(base_rounds).map(|(ns, base_ns)| (ns / base_ns - 1.0) * 100.0).collect()
 }
 
-const COST_COLUMNS: [&str; 12] = [
+const FLOOD_COST_COLUMNS: [&str; 12] = [
     "established packets",
     "ns",
     "in a flood, ns",
@@ -332,7 +339,7 @@ const COST_COLUMNS: [&str; 12] = [
     "SYNs without a free entry, %",
 ];
 
-const MEMORY_COLUMNS: [&str; 8] = [
+const FLOOD_MEMORY_COLUMNS: [&str; 8] = [
     "memory",
     "connection table: entries in use before",
     "most in use after a flood",
@@ -344,30 +351,30 @@ const MEMORY_COLUMNS: [&str; 8] = [
 ];
 
 impl FloodMeasurement {
-    fn cost_row(&self) -> [Cell; 12] {
-        let excess_pct = excess_percent(&self.ns_in_flood[1], &self.ns_without_flood[1]);
+    fn cost_row(&self) -> [TableCell; 12] {
+        let excess_pct = excess_percent_by_round(&self.ns_in_flood[1], &self.ns_without_flood[1]);
         let [ns_above_empty_without_flood, ns_above_empty_in_flood] = [&self.ns_without_flood, &self.ns_in_flood]
             .map(|ns_by_program| differences_by_round(&ns_by_program[1], &ns_by_program[0]));
-        let excess_above_empty_pct = excess_percent(&ns_above_empty_in_flood, &ns_above_empty_without_flood);
-        let [goal_cell, verdict_cell] = goal_cells(Some(FLOOD_EXCESS_GOAL), median_of_rounds(&excess_pct));
+        let excess_above_empty_pct = excess_percent_by_round(&ns_above_empty_in_flood, &ns_above_empty_without_flood);
+        let [goal_cell, verdict_cell] = goal_and_verdict_cells(Some(FLOOD_EXCESS_GOAL), median_of_rounds(&excess_pct));
         let syn_count = self.flood_counts.syn_count as f64;
         [
             self.flooded_program.to_string().into(),
             median_of_rounds(&self.ns_without_flood[1]).into(),
             median_of_rounds(&self.ns_in_flood[1]).into(),
             median_of_rounds(&excess_pct).into(),
-            quartile_range(&excess_pct).into(),
+            quartile_range_text(&excess_pct).into(),
             goal_cell,
             verdict_cell,
             median_of_rounds(&excess_above_empty_pct).into(),
-            quartile_range(&excess_above_empty_pct).into(),
+            quartile_range_text(&excess_above_empty_pct).into(),
             (self.found_entry_fraction * 100.0).into(),
             (syn_count / self.flood_counts.cpu_seconds / 1e6).into(),
             (self.syns_without_entry as f64 / syn_count * 100.0).into(),
         ]
     }
 
-    fn memory_row(&self) -> [Cell; 8] {
+    fn memory_row(&self) -> [TableCell; 8] {
         let [entries_before, max_entries_after] = self.initial_and_max_used_entries.map(|entries| entries as u64);
         let [memory_before, memory_after] = self.memory_before_and_after;
         [
@@ -383,19 +390,24 @@ impl FloodMeasurement {
     }
 }
 
-fn build_report(measurements: &[FloodMeasurement], length: &MeasurementLength, cpus: [usize; 2]) -> Report {
-    let mut cost_table = Table::new(&COST_COLUMNS);
-    let mut memory_table = Table::new(&MEMORY_COLUMNS);
+fn build_flood_report(measurements: &[FloodMeasurement], length: &MeasurementLength, cpus: [usize; 2]) -> BenchReport {
+    let mut cost_table = ReportTable::new(&FLOOD_COST_COLUMNS);
+    let mut memory_table = ReportTable::new(&FLOOD_MEMORY_COLUMNS);
     for measurement in measurements {
         cost_table.add_row(measurement.cost_row());
         memory_table.add_row(measurement.memory_row());
     }
     let method = describe_method(length, cpus, &measurements[0].memory_before_and_after[1]);
-    Report { name: "flood", heading: "A SYN flood", method, tables: vec![cost_table, memory_table] }
+    BenchReport {
+        name: "flood",
+        heading: "A SYN flood",
+        method_description: method,
+        tables: vec![cost_table, memory_table],
+    }
 }
 
-fn describe_method(length: &MeasurementLength, cpus: [usize; 2], memory: &MapMemory) -> String {
-    let MapMemory { array_map_count: array_count, hash_map_count: hash_count, .. } = memory;
+fn describe_method(length: &MeasurementLength, cpus: [usize; 2], memory: &BpfMapMemory) -> String {
+    let BpfMapMemory { array_map_count: array_count, hash_map_count: hash_count, .. } = memory;
     format!(
         "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. Meanwhile CPU {} \
          floods the same program and maps, as another receive queue, with SYNs of new clients by the rule \
@@ -412,13 +424,13 @@ fn describe_method(length: &MeasurementLength, cpus: [usize; 2], memory: &MapMem
 
 /// Returns a sentence on whether the two CPUs share a core, as the kernel reports it (also in a virtual machine).
 fn describe_cpu_topology(cpus: [usize; 2]) -> String {
-    let thread_siblings = |cpu: usize| {
+    let read_thread_siblings = |cpu: usize| {
         let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
         std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
     };
     let is_virtual_machine = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" hypervisor"));
     let virtual_machine_note = if is_virtual_machine { " (in a virtual machine this may be wrong)" } else { "" };
-    let [first_siblings, second_siblings] = cpus.map(thread_siblings);
+    let [first_siblings, second_siblings] = cpus.map(read_thread_siblings);
     format!(
         "By /sys CPU {}'s core consists of CPUs {first_siblings}, and CPU {}'s of CPUs \
          {second_siblings}{virtual_machine_note}",

@@ -1,7 +1,7 @@
 //! Goals of `coreward-lab bench xdp`. They are multiples of a baseline, so that they apply to any machine.
 
-use coreward_model::consistency::Consistency;
-use coreward_model::forwarding::Forwarding;
+use coreward_model::consistency::ConsistencyMode;
+use coreward_model::forwarding::ForwardingMode;
 use coreward_model::placement::PlacementRule;
 use coreward_model::statistics::median;
 
@@ -9,8 +9,8 @@ use super::CaseMeasurement;
 use super::established::ConnectionCountCosts;
 use super::interleaved::{differences_by_round, median_of_rounds};
 use super::runner::PACKET_COUNT;
-use super::workload::{NewConnection, PacketCase};
-use crate::report::Goal;
+use super::workload::{NewConnectionCase, PacketCase};
+use crate::report::MeasurementGoal;
 
 /// Cost of parsing a packet and swapping its MACs above the empty program, on the goals' machine (an AMD EPYC), in ns.
 const REFERENCE_PARSE_AND_SWAP_NS: f64 = 4.5;
@@ -31,34 +31,34 @@ enum CostLimit {
 fn cost_limit(case: PacketCase) -> Option<CostLimit> {
     let reference_limit = |ns| Some(CostLimit::ReferenceNs(ns));
     match case {
-        PacketCase::EstablishedConnections(Consistency::Stateless, _) => reference_limit(20.0),
-        PacketCase::EstablishedConnections(Consistency::Stateful, 16384) => reference_limit(32.0),
-        PacketCase::EstablishedConnections(Consistency::Stateful, PACKET_COUNT) => {
+        PacketCase::EstablishedConnections(ConsistencyMode::Stateless, _) => reference_limit(20.0),
+        PacketCase::EstablishedConnections(ConsistencyMode::Stateful, 16384) => reference_limit(32.0),
+        PacketCase::EstablishedConnections(ConsistencyMode::Stateful, PACKET_COUNT) => {
             Some(CostLimit::CacheMissPlusReferenceNs(20.0))
         }
-        PacketCase::EstablishedConnections(Consistency::HashTable, 16384) => reference_limit(90.0),
-        PacketCase::EstablishedConnections(Consistency::HashTable, 131072) => reference_limit(190.0),
+        PacketCase::EstablishedConnections(ConsistencyMode::HashTable, 16384) => reference_limit(90.0),
+        PacketCase::EstablishedConnections(ConsistencyMode::HashTable, 131072) => reference_limit(190.0),
         PacketCase::NewConnection(new_connection) => {
             new_connection_limit_ns(new_connection).map(CostLimit::ReferenceNs)
         }
-        PacketCase::Encapsulated(Forwarding::Gue) => reference_limit(35.0),
+        PacketCase::Encapsulated(ForwardingMode::Gue) => reference_limit(35.0),
         PacketCase::EstablishedIpv6Connections(connections) => {
-            Some(CostLimit::RelativeToIpv4(PacketCase::EstablishedConnections(Consistency::Stateless, connections)))
+            Some(CostLimit::RelativeToIpv4(PacketCase::EstablishedConnections(ConsistencyMode::Stateless, connections)))
         }
         PacketCase::NewConnectionIpv6 => {
-            Some(CostLimit::RelativeToIpv4(PacketCase::NewConnection(NewConnection::STATELESS)))
+            Some(CostLimit::RelativeToIpv4(PacketCase::NewConnection(NewConnectionCase::STATELESS)))
         }
         _ => None,
     }
 }
 
 /// Returns the maximum cost of a new connection's first packet on the goals' machine (ns), if it has a goal.
-fn new_connection_limit_ns(new_connection: NewConnection) -> Option<f64> {
+fn new_connection_limit_ns(new_connection: NewConnectionCase) -> Option<f64> {
     match (new_connection.consistency, new_connection.placement_rule, new_connection.rss_group_count) {
-        (Consistency::Stateful, ..) => Some(160.0),
-        (Consistency::Stateless, PlacementRule::Table, 1) => Some(45.0),
-        (Consistency::Stateless, PlacementRule::LeastAssigned, 1) => Some(60.0),
-        (Consistency::Stateless, PlacementRule::LeastAssigned, _) => Some(105.0),
+        (ConsistencyMode::Stateful, ..) => Some(160.0),
+        (ConsistencyMode::Stateless, PlacementRule::Table, 1) => Some(45.0),
+        (ConsistencyMode::Stateless, PlacementRule::LeastAssigned, 1) => Some(60.0),
+        (ConsistencyMode::Stateless, PlacementRule::LeastAssigned, _) => Some(105.0),
         _ => None,
     }
 }
@@ -96,7 +96,7 @@ impl<'a> CostGoals<'a> {
     }
 
     /// Returns a case's cost goal, or `None` if it has no goal or its goal depends on a case that was not measured.
-    pub fn goal_for_case(&self, case: PacketCase) -> Option<Goal> {
+    pub fn goal_for_case(&self, case: PacketCase) -> Option<MeasurementGoal> {
         let scale_from_reference = |ns: f64| ns * self.parse_and_swap_ns / REFERENCE_PARSE_AND_SWAP_NS;
         let limit_ns = match cost_limit(case)? {
             CostLimit::ReferenceNs(ns) => scale_from_reference(ns),
@@ -109,7 +109,7 @@ impl<'a> CostGoals<'a> {
                     * MAX_IPV6_COST_FACTOR
             }
         };
-        Some(Goal::AtMost(limit_ns))
+        Some(MeasurementGoal::AtMost(limit_ns))
     }
 }
 
@@ -134,19 +134,19 @@ mod tests {
         };
         let established_costs = [ConnectionCountCosts {
             connection_count: PACKET_COUNT,
-            stateless: measurement_of_mode(Consistency::Stateless, PACKET_COUNT),
-            stateful: measurement_of_mode(Consistency::Stateful, PACKET_COUNT),
-            hash_table: measurement_of_mode(Consistency::HashTable, PACKET_COUNT),
+            stateless: measurement_of_mode(ConsistencyMode::Stateless, PACKET_COUNT),
+            stateful: measurement_of_mode(ConsistencyMode::Stateful, PACKET_COUNT),
+            hash_table: measurement_of_mode(ConsistencyMode::HashTable, PACKET_COUNT),
             ns_with_parallel_cache_line: vec![40.0],
             ns_after_awaited_cache_line: vec![130.0],
         }];
         let cost_goals = CostGoals::new(&established_costs, &[]);
-        assert_eq!(cost_goals.goal_for_case(established_costs[0].stateless.case), Some(Goal::AtMost(40.0)));
-        assert_eq!(cost_goals.goal_for_case(established_costs[0].stateful.case), Some(Goal::AtMost(140.0)));
+        assert_eq!(cost_goals.goal_for_case(established_costs[0].stateless.case), Some(MeasurementGoal::AtMost(40.0)));
+        assert_eq!(cost_goals.goal_for_case(established_costs[0].stateful.case), Some(MeasurementGoal::AtMost(140.0)));
         assert_eq!(cost_goals.goal_for_case(established_costs[0].hash_table.case), None);
         assert_eq!(
             cost_goals.goal_for_case(PacketCase::EstablishedIpv6Connections(PACKET_COUNT)),
-            Some(Goal::AtMost(39.0))
+            Some(MeasurementGoal::AtMost(39.0))
         );
         assert_eq!(cost_goals.goal_for_case(PacketCase::NewConnectionIpv6), None);
     }

@@ -11,7 +11,7 @@ use super::workload;
 
 /// XDP program whose time is measured.
 #[derive(Clone, Copy)]
-pub enum Program<'a> {
+pub enum MeasuredProgram<'a> {
     /// Baseline program, which returns `XDP_TX` for every packet.
     Baseline(BorrowedFd<'a>),
     /// Program of the load balancer, with the results that its case expects.
@@ -23,19 +23,21 @@ pub enum Program<'a> {
 pub struct InterleavedProgram<'a> {
     pub runner: &'a PacketRunner,
     pub generator: PacketGenerator,
-    pub program: Program<'a>,
+    pub program: MeasuredProgram<'a>,
 }
 
 impl<'a> InterleavedProgram<'a> {
     /// Returns a program that is run on varied frames without extra cache lines.
-    pub fn new(runner: &'a PacketRunner, program: Program<'a>) -> Self {
+    pub fn new(runner: &'a PacketRunner, program: MeasuredProgram<'a>) -> Self {
         Self { runner, generator: PacketGenerator::VariedFrame, program }
     }
 
     fn measure_ns_per_packet(&self, packet_count: u32) -> anyhow::Result<f64> {
         match self.program {
-            Program::Balancer(balancer) => balancer.run_batches(self.runner, self.generator, packet_count),
-            Program::Baseline(program) => {
+            MeasuredProgram::Balancer(balancer) => {
+                balancer.run_packet_batches(self.runner, self.generator, packet_count)
+            }
+            MeasuredProgram::Baseline(program) => {
                 let (mean_ns, xdp_verdict) =
                     self.runner.choose_program_and_run(self.generator, program, packet_count)?;
                 ensure!(
@@ -50,10 +52,10 @@ impl<'a> InterleavedProgram<'a> {
 
     /// Runs packets of all connections through the program before its measurement, because other programs have evicted
     /// its cache lines.
-    fn warm_up(&self) -> anyhow::Result<()> {
+    fn warm_up_caches(&self) -> anyhow::Result<()> {
         match self.program {
             // The SYN of a new connection cannot be repeated.
-            Program::Balancer(balancer) if balancer.case().takes_connection_entries() => Ok(()),
+            MeasuredProgram::Balancer(balancer) if balancer.case().takes_connection_entries() => Ok(()),
             _ => self.measure_ns_per_packet(self.runner.connection_count() as u32).map(drop),
         }
     }
@@ -70,7 +72,7 @@ pub fn measure_interleaved(
     packet_count: u32,
 ) -> anyhow::Result<Vec<NsByRound>> {
     interleave_measurements(programs.len(), rounds, |program_index| {
-        programs[program_index].warm_up()?;
+        programs[program_index].warm_up_caches()?;
         programs[program_index].measure_ns_per_packet(packet_count)
     })
 }
@@ -115,18 +117,18 @@ pub fn difference_of_fastest_rounds(rounds: &[f64], subtracted_rounds: &[f64]) -
 }
 
 /// Returns the lower and the upper quartile with one decimal, as "LOWER to UPPER".
-pub fn quartile_range(rounds: &[f64]) -> String {
+pub fn quartile_range_text(rounds: &[f64]) -> String {
     quartile_range_with_decimals(rounds, 1)
 }
 
-/// Returns the lower and the upper quartile like [`quartile_range`], with `decimal_count` decimals.
+/// Returns the lower and the upper quartile like [`quartile_range_text`], with `decimal_count` decimals.
 pub fn quartile_range_with_decimals(rounds: &[f64], decimal_count: usize) -> String {
-    let [lower_quartile, upper_quartile] = [0.25, 0.75].map(|fraction| quantile(rounds, fraction));
+    let [lower_quartile, upper_quartile] = [0.25, 0.75].map(|fraction| nearest_quantile(rounds, fraction));
     format!("{lower_quartile:.decimal_count$} to {upper_quartile:.decimal_count$}")
 }
 
 /// Returns the value that is nearest to the quantile `fraction` (0 to 1) of the values.
-fn quantile(values: &[f64], fraction: f64) -> f64 {
+fn nearest_quantile(values: &[f64], fraction: f64) -> f64 {
     let mut sorted_values = values.to_vec();
     sorted_values.sort_by(f64::total_cmp);
     sorted_values[((sorted_values.len() - 1) as f64 * fraction).round() as usize]

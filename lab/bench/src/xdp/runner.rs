@@ -38,7 +38,7 @@ pub struct PacketVariation {
 /// Frame that is varied for each packet, with its destination port and the offsets of the variable fields.
 #[derive(Debug, Clone)]
 pub struct FrameTemplate {
-    pub bytes: Vec<u8>,
+    pub frame_bytes: Vec<u8>,
     /// Offset in the frame, in bytes, of the client's IPv4 address, or of the last four bytes of its IPv6 address.
     pub client_offset: u32,
     pub ports_offset: u32,
@@ -87,9 +87,9 @@ impl PacketRunner {
         let bpf_constants =
             opened_skeleton.maps.rodata_data.as_deref_mut().context("generated_packets.bpf.o has no constants")?;
         bpf_constants.packet_index_mask = packets.len() as u32 - 1;
-        bpf_constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
-        bpf_constants.second_word = u64::from_ne_bytes(frame.bytes[8..16].try_into().expect("eight bytes"));
-        bpf_constants.frame_length = frame.bytes.len() as u32;
+        bpf_constants.first_word = u64::from_ne_bytes(frame.frame_bytes[..8].try_into().expect("eight bytes"));
+        bpf_constants.second_word = u64::from_ne_bytes(frame.frame_bytes[8..16].try_into().expect("eight bytes"));
+        bpf_constants.frame_length = frame.frame_bytes.len() as u32;
         bpf_constants.client_offset = frame.client_offset;
         bpf_constants.ports_offset = frame.ports_offset;
         bpf_constants.tsecr_offset = frame.tsecr_offset;
@@ -101,7 +101,7 @@ impl PacketRunner {
         packet_memory.write(0, packets);
         let programs = &loaded_skeleton.progs;
         Ok(Self {
-            frame_bytes: frame.bytes.clone(),
+            frame_bytes: frame.frame_bytes.clone(),
             generator_programs: [
                 programs.generated_packet.as_fd().try_clone_to_owned()?,
                 programs.generated_packet_with_line.as_fd().try_clone_to_owned()?,

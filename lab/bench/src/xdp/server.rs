@@ -9,10 +9,10 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::mmap_array::MmapArray;
 use coreward_dataplane::server::ServerPrograms;
-use coreward_dataplane::tc::Direction;
+use coreward_dataplane::tc::PacketDirection;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -23,14 +23,14 @@ use rand::Rng as _;
 
 use super::MeasurementLength;
 use super::interleaved::{
-    NsByRound, difference_of_fastest_rounds, differences_by_round, median_of_rounds, quartile_range,
+    NsByRound, difference_of_fastest_rounds, differences_by_round, median_of_rounds, quartile_range_text,
 };
 use super::runner::{FrameTemplate, PACKET_COUNT, PacketVariation, run_generator, write_measured_program};
 use super::workload::{
-    IPV4_SERVICE_ADDRESS, IPV6_SERVICE_ADDRESS, ipv6_client_address, random_clients, request_frame, request_frame_ipv6,
-    response_frame, response_frame_ipv6,
+    IPV4_SERVICE_ADDRESS, IPV6_SERVICE_ADDRESS, ipv6_client_address, ipv6_response_frame_template,
+    random_client_addresses, request_frame, request_frame_ipv6, response_frame_template,
 };
-use crate::report::{Report, Table};
+use crate::report::{BenchReport, ReportTable};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
@@ -45,7 +45,7 @@ const TC_ACT_UNSPEC: i32 = -1;
 /// Kind of packets whose processing cost at a server is measured.
 #[derive(Clone, Copy)]
 struct ServerPacketCase {
-    direction: Direction,
+    direction: PacketDirection,
     is_ipv6: bool,
     /// Whether the packets belong to a service. If so, the program changes and counts their timestamps.
     has_service: bool,
@@ -53,11 +53,11 @@ struct ServerPacketCase {
 
 impl ServerPacketCase {
     const INGRESS: ServerPacketCase =
-        ServerPacketCase { direction: Direction::Ingress, is_ipv6: false, has_service: true };
-    const EGRESS: ServerPacketCase = ServerPacketCase { direction: Direction::Egress, ..Self::INGRESS };
+        ServerPacketCase { direction: PacketDirection::Ingress, is_ipv6: false, has_service: true };
+    const EGRESS: ServerPacketCase = ServerPacketCase { direction: PacketDirection::Egress, ..Self::INGRESS };
 
     /// Returns all kinds of packets, in the order of the report.
-    fn all() -> impl Iterator<Item = ServerPacketCase> {
+    fn all_cases() -> impl Iterator<Item = ServerPacketCase> {
         [Self::INGRESS, Self::EGRESS].into_iter().flat_map(|case| {
             [case, ServerPacketCase { is_ipv6: true, ..case }, ServerPacketCase { has_service: false, ..case }]
         })
@@ -65,17 +65,17 @@ impl ServerPacketCase {
 
     fn expected_counter(self) -> intf::server_counter {
         match self.direction {
-            Direction::Ingress => intf::SERVER_COUNTER_RESTORED,
-            Direction::Egress => intf::SERVER_COUNTER_STAMPED,
+            PacketDirection::Ingress => intf::SERVER_COUNTER_RESTORED,
+            PacketDirection::Egress => intf::SERVER_COUNTER_STAMPED,
         }
     }
 
     fn frame_template(self) -> FrameTemplate {
         match (self.direction, self.is_ipv6) {
-            (Direction::Ingress, false) => request_frame(),
-            (Direction::Ingress, true) => request_frame_ipv6(),
-            (Direction::Egress, false) => response_frame(),
-            (Direction::Egress, true) => response_frame_ipv6(),
+            (PacketDirection::Ingress, false) => request_frame(),
+            (PacketDirection::Ingress, true) => request_frame_ipv6(),
+            (PacketDirection::Egress, false) => response_frame_template(),
+            (PacketDirection::Egress, true) => ipv6_response_frame_template(),
         }
     }
 
@@ -95,8 +95,8 @@ impl ServerPacketCase {
 impl fmt::Display for ServerPacketCase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (direction, change) = match self.direction {
-            Direction::Ingress => ("received", "TSecr restored"),
-            Direction::Egress => ("sent", "TSval stamped"),
+            PacketDirection::Ingress => ("received", "TSecr restored"),
+            PacketDirection::Egress => ("sent", "TSval stamped"),
         };
         if !self.has_service {
             return write!(f, "{direction}, of no service");
@@ -117,8 +117,11 @@ impl LoadedServerPrograms {
     /// Loads the programs with a service at the packets' address, or at another port for a case without a service.
     fn new(case: ServerPacketCase) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
-        let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current_key_index: KeyIndex::First };
+        let mut random_cookie_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
+        let cookie_keys = FleetCookieKeys {
+            keys: [random_cookie_key(), random_cookie_key()],
+            current_key_index: CookieKeyIndex::First,
+        };
         let mut server_programs = ServerPrograms::load_unattached(false)?;
         // The first key applies from a time before the first packet.
         server_programs.set_cookie_keys(&cookie_keys, monotonic_now_ms()? - 1000);
@@ -139,7 +142,7 @@ impl LoadedServerPrograms {
             let tsecr =
                 cookie::stamp_tsval(&self.cookie_keys, &self.server_programs.time_key(), &tuple, cookie, now_ms);
             let mut port_bytes = [client.port().to_be_bytes(), IPV4_SERVICE_ADDRESS.1.to_be_bytes()];
-            if matches!(case.direction, Direction::Egress) {
+            if matches!(case.direction, PacketDirection::Egress) {
                 port_bytes.reverse();
             }
             PacketVariation {
@@ -149,7 +152,7 @@ impl LoadedServerPrograms {
                 line_index: 0,
             }
         };
-        Ok(random_clients(PACKET_COUNT).iter().map(packet_variation).collect())
+        Ok(random_client_addresses(PACKET_COUNT).iter().map(packet_variation).collect())
     }
 
     fn changed_packet_count(&self, case: ServerPacketCase) -> u64 {
@@ -158,7 +161,7 @@ impl LoadedServerPrograms {
 }
 
 /// Runner that generates packets from one frame, by the loaded programs of generated_segments.bpf.c.
-struct SegmentRunner {
+struct SegmentPacketRunner {
     frame_bytes: Vec<u8>,
     generator_program: OwnedFd,
     empty_program: OwnedFd,
@@ -166,11 +169,11 @@ struct SegmentRunner {
     measured_program_map: MapHandle,
 }
 
-impl SegmentRunner {
+impl SegmentPacketRunner {
     fn new(case: ServerPacketCase, packets: &[PacketVariation]) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
         let frame = case.frame_template();
-        let mut frame_bytes = frame.bytes;
+        let mut frame_bytes = frame.frame_bytes;
         // The destination is the loopback device's MAC address, so that the test run treats the packet as addressed to
         // this host.
         frame_bytes[..6].fill(0);
@@ -189,8 +192,8 @@ impl SegmentRunner {
             MmapArray::new(loaded_skeleton.maps.bss_packets.as_fd())?;
         packet_memory.write(0, packets);
         let generator_program = match case.direction {
-            Direction::Ingress => loaded_skeleton.progs.generated_request.as_fd().try_clone_to_owned()?,
-            Direction::Egress => loaded_skeleton.progs.generated_response.as_fd().try_clone_to_owned()?,
+            PacketDirection::Ingress => loaded_skeleton.progs.generated_request.as_fd().try_clone_to_owned()?,
+            PacketDirection::Egress => loaded_skeleton.progs.generated_response.as_fd().try_clone_to_owned()?,
         };
         Ok(Self {
             frame_bytes,
@@ -218,9 +221,9 @@ struct ServerMeasurement {
     server_program_ns: NsByRound,
 }
 
-fn measure_case(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result<ServerMeasurement> {
+fn measure_server_case(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result<ServerMeasurement> {
     let loaded_programs = LoadedServerPrograms::new(case)?;
-    let runner = SegmentRunner::new(case, &loaded_programs.packet_variations(case)?)?;
+    let runner = SegmentPacketRunner::new(case, &loaded_programs.packet_variations(case)?)?;
     let program = loaded_programs.server_programs.program_for_direction(case.direction);
     let (mut empty_ns, mut parse_and_swap_ns, mut server_ns) = (NsByRound::new(), NsByRound::new(), NsByRound::new());
     // The first round only warms branch predictors and caches and is not counted.
@@ -248,8 +251,8 @@ fn measure_case(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::R
 
 /// Measures the server's programs for all kinds of packets. Fails without the capabilities to load BPF programs, or
 /// when a program does not do what the case expects.
-pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
-    let mut table = Table::new(&[
+pub fn run_server_bench(length: &MeasurementLength) -> anyhow::Result<BenchReport> {
+    let mut table = ReportTable::new(&[
         "packet",
         "above empty, ns",
         "quartiles",
@@ -257,8 +260,8 @@ pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
         "multiple of parse + swap",
         "empty, ns",
     ]);
-    for case in ServerPacketCase::all() {
-        let measurement = measure_case(case, length).with_context(|| case.to_string())?;
+    for case in ServerPacketCase::all_cases() {
+        let measurement = measure_server_case(case, length).with_context(|| case.to_string())?;
         let ns_above_empty_program =
             differences_by_round(&measurement.server_program_ns, &measurement.empty_program_ns);
         let fastest_ns_above_empty_program =
@@ -266,7 +269,7 @@ pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
         table.add_row([
             measurement.case.to_string().into(),
             median_of_rounds(&ns_above_empty_program).into(),
-            quartile_range(&ns_above_empty_program).into(),
+            quartile_range_text(&ns_above_empty_program).into(),
             fastest_ns_above_empty_program.into(),
             (fastest_ns_above_empty_program
                 / difference_of_fastest_rounds(&measurement.parse_and_swap_ns, &measurement.empty_program_ns))
@@ -280,7 +283,12 @@ pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
          socket, so the PAWS clamp and steering are not included.",
         length.rounds, length.packets,
     );
-    Ok(Report { name: "server", heading: "The server's programs", method, tables: vec![table] })
+    Ok(BenchReport {
+        name: "server",
+        heading: "The server's programs",
+        method_description: method,
+        tables: vec![table],
+    })
 }
 
 fn monotonic_now_ms() -> anyhow::Result<u32> {

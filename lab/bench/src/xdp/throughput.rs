@@ -10,23 +10,23 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::lb::PacketCounters;
 use coreward_intf as intf;
-use coreward_model::connection_table::{ConnectionIndex, TableSize};
-use coreward_model::consistency::Consistency;
+use coreward_model::connection_table::{ConnectionIndex, ConnectionTableSize};
+use coreward_model::consistency::ConsistencyMode;
 use coreward_model::placement::PlacementRule;
 
 use super::balancer::{CONNECTION_TABLE_ENTRIES, CaseLoadBalancer, PlacementSetup};
 use super::flood::first_two_cpus;
 use super::interleaved::{NsByRound, interleave_measurements, median_of_rounds, quartile_range_with_decimals};
-use super::workload::{PacketCase, syn_frame};
+use super::workload::{PacketCase, syn_frame_template};
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
-use crate::report::{Cell, Goal, Report, Table, goal_cells};
-use generator::{BaselineProgram, FrameGenerator, GeneratedTraffic, LIVE_PACKET_COUNT};
+use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_and_verdict_cells};
+use generator::{FrameGenerator, GeneratedTraffic, LIVE_PACKET_COUNT, LiveBaselineProgram};
 use wire::{NapiThread, NapiUsage, VethPair, raise_priority};
 
 /// Number of rounds and frames of the measurement.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Args {
+pub struct ThroughputBenchArgs {
     /// Number of rounds; in each, all kinds of traffic and the floor are measured one after the other
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
@@ -35,7 +35,7 @@ pub struct Args {
     frames: u32,
 }
 
-impl Default for Args {
+impl Default for ThroughputBenchArgs {
     fn default() -> Self {
         Self { rounds: 15, frames: 1 << 20 }
     }
@@ -45,24 +45,24 @@ impl Default for Args {
 #[derive(Debug, Clone, Copy)]
 struct ServiceTraffic {
     name: &'static str,
-    consistency: Consistency,
+    consistency: ConsistencyMode,
     placement_rule: PlacementRule,
     /// Number of new clients' SYNs among 16 packets. The other packets belong to open connections.
     syns_per_16_packets: usize,
     /// Goal for the first baseline's CPU time divided by this traffic's CPU time.
-    cpu_time_ratio_goal: Option<Goal>,
+    cpu_time_ratio_goal: Option<MeasurementGoal>,
     /// Baseline program that is measured instead of a load balancer.
-    baseline: Option<BaselineProgram>,
+    baseline: Option<LiveBaselineProgram>,
 }
 
 impl ServiceTraffic {
     const SWAP_MACS_BASELINE: ServiceTraffic = ServiceTraffic {
         name: "swap MACs",
-        consistency: Consistency::None,
+        consistency: ConsistencyMode::None,
         placement_rule: PlacementRule::Table,
         syns_per_16_packets: 0,
         cpu_time_ratio_goal: None,
-        baseline: Some(BaselineProgram::SwapMacs),
+        baseline: Some(LiveBaselineProgram::SwapMacs),
     };
 
     /// All kinds of traffic, with the baselines first.
@@ -70,39 +70,44 @@ impl ServiceTraffic {
         Self::SWAP_MACS_BASELINE,
         ServiceTraffic {
             name: "swap MACs, read the returned timestamp",
-            baseline: Some(BaselineProgram::ReadTsecr),
+            baseline: Some(LiveBaselineProgram::ReadTsecr),
             ..Self::SWAP_MACS_BASELINE
         },
-        Self::placed_by_table("established, stateless", Consistency::Stateless, 0, Some(Goal::AtLeast(0.97))),
-        Self::placed_by_table("established, stateful", Consistency::Stateful, 0, None),
-        Self::placed_by_table("established, hash-table", Consistency::HashTable, 0, None),
+        Self::placed_by_table(
+            "established, stateless",
+            ConsistencyMode::Stateless,
+            0,
+            Some(MeasurementGoal::AtLeast(0.97)),
+        ),
+        Self::placed_by_table("established, stateful", ConsistencyMode::Stateful, 0, None),
+        Self::placed_by_table("established, hash-table", ConsistencyMode::HashTable, 0, None),
         Self::placed_by_table(
             "new, stateless, hash or crossrss",
-            Consistency::Stateless,
+            ConsistencyMode::Stateless,
             16,
-            Some(Goal::AtLeast(0.90)),
+            Some(MeasurementGoal::AtLeast(0.90)),
         ),
         ServiceTraffic {
             placement_rule: PlacementRule::LeastAssigned,
             ..Self::placed_by_table(
                 "new, stateless, crossrss-plus",
-                Consistency::Stateless,
+                ConsistencyMode::Stateless,
                 16,
-                Some(Goal::AtLeast(0.87)),
+                Some(MeasurementGoal::AtLeast(0.87)),
             )
         },
-        Self::placed_by_table("new, stateful", Consistency::Stateful, 16, Some(Goal::AtLeast(0.75))),
-        Self::placed_by_table("new, hash-table", Consistency::HashTable, 16, Some(Goal::AtLeast(0.6))),
-        Self::placed_by_table("mixed: 15 established, 1 new; stateless", Consistency::Stateless, 1, None),
-        Self::placed_by_table("mixed: 15 established, 1 new; stateful", Consistency::Stateful, 1, None),
+        Self::placed_by_table("new, stateful", ConsistencyMode::Stateful, 16, Some(MeasurementGoal::AtLeast(0.75))),
+        Self::placed_by_table("new, hash-table", ConsistencyMode::HashTable, 16, Some(MeasurementGoal::AtLeast(0.6))),
+        Self::placed_by_table("mixed: 15 established, 1 new; stateless", ConsistencyMode::Stateless, 1, None),
+        Self::placed_by_table("mixed: 15 established, 1 new; stateful", ConsistencyMode::Stateful, 1, None),
     ];
 
     /// Returns traffic to a service whose new connections are placed by the table.
     const fn placed_by_table(
         name: &'static str,
-        consistency: Consistency,
+        consistency: ConsistencyMode,
         syns_per_16_packets: usize,
-        cpu_time_ratio_goal: Option<Goal>,
+        cpu_time_ratio_goal: Option<MeasurementGoal>,
     ) -> Self {
         Self {
             name,
@@ -121,17 +126,17 @@ impl ServiceTraffic {
 
     fn placement_setup(&self) -> anyhow::Result<PlacementSetup> {
         let connection_table_entries = match self.consistency {
-            Consistency::Stateful => CONNECTION_TABLE_ENTRIES,
+            ConsistencyMode::Stateful => CONNECTION_TABLE_ENTRIES,
             _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
         };
         let flow_table_entries = match self.consistency {
-            Consistency::HashTable => intf::DEFAULT_FLOW_TABLE_ENTRIES,
+            ConsistencyMode::HashTable => intf::DEFAULT_FLOW_TABLE_ENTRIES,
             _ => intf::FLOW_SET_ENTRIES,
         };
         Ok(PlacementSetup {
             placement_rule: self.placement_rule,
             rss_group_count: 1,
-            connection_table_size: TableSize::try_from(connection_table_entries)?,
+            connection_table_size: ConnectionTableSize::try_from(connection_table_entries)?,
             flow_table_entries,
         })
     }
@@ -184,18 +189,20 @@ impl TrafficTestEnv {
     ) -> anyhow::Result<Self> {
         let established_case = service_traffic.established_case();
         let packets = match &balancer {
-            Some(balancer) => balancer.packets()?,
+            Some(balancer) => balancer.shuffled_packet_variations()?,
             None => vec![Default::default(); LIVE_PACKET_COUNT],
         };
-        let (established_frame, syn_frame) = (established_case.frame_template(), syn_frame());
+        let (established_frame, syn_frame) = (established_case.frame_template(), syn_frame_template());
         let traffic = GeneratedTraffic {
             frame_templates: [&established_frame, &syn_frame],
             packets: &packets,
             is_syn: &|packet_index| service_traffic.is_syn(packet_index),
         };
         let generator = FrameGenerator::new(&veth_pair, &traffic, service_traffic.baseline)?;
-        let open_connections =
-            balancer.as_ref().map(|balancer| balancer.entries_by_client().into_values().collect()).unwrap_or_default();
+        let open_connections = balancer
+            .as_ref()
+            .map(|balancer| balancer.connection_indexes_by_client().into_values().collect())
+            .unwrap_or_default();
         if let Some(balancer) = &balancer {
             balancer.attach(&veth_pair.tested_end)?;
         }
@@ -210,17 +217,17 @@ impl TrafficTestEnv {
     }
 
     fn measure_round(&self, frame_count: u32) -> anyhow::Result<TrafficRoundResult> {
-        let counters_before = self.balancer.as_ref().map(CaseLoadBalancer::counters);
+        let counters_before = self.balancer.as_ref().map(CaseLoadBalancer::case_packet_counters);
         let (tested_usage_before, sink_usage_before) =
             (self.tested_napi_thread.wait_for_idle_usage()?, self.sink_napi_thread.wait_for_idle_usage()?);
         let start = Instant::now();
-        self.generator.send(frame_count)?;
+        self.generator.send_frames(frame_count)?;
         let tested_usage = self.tested_napi_thread.wait_for_idle_usage()?.difference_since(tested_usage_before);
         let elapsed_seconds = start.elapsed().as_secs_f64();
         let sink_usage = self.sink_napi_thread.wait_for_idle_usage()?.difference_since(sink_usage_before);
         if let (Some(counters_before), Some(balancer)) = (counters_before, &self.balancer) {
-            self.check_counters(&tested_usage, &counters_before, &balancer.counters())?;
-            if self.service_traffic.consistency == Consistency::Stateful {
+            self.check_counters(&tested_usage, &counters_before, &balancer.case_packet_counters())?;
+            if self.service_traffic.consistency == ConsistencyMode::Stateful {
                 balancer.free_connections_except(&self.open_connections)?;
             }
         }
@@ -244,7 +251,7 @@ impl TrafficTestEnv {
             |counter: usize| counters_after.packets_by_outcome[counter] - counters_before.packets_by_outcome[counter];
         let (new_count, established_count) = (
             counted_packet_count(intf::LB_COUNTER_NEW_CONNECTION as usize),
-            counted_packet_count(self.service_traffic.established_case().expected_counter()),
+            counted_packet_count(self.service_traffic.established_case().expected_counter_index()),
         );
         let name = self.service_traffic.name;
         ensure!(
@@ -267,11 +274,11 @@ impl TrafficTestEnv {
 
 /// Measures live frames in a thread with its own network namespace. Fails without root, with fewer than two CPUs, or
 /// when a frame is not treated as expected.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
-    namespace::measure_in_thread("throughput", args, measure)
+pub fn run_throughput_bench(args: &ThroughputBenchArgs) -> anyhow::Result<BenchReport> {
+    namespace::measure_in_thread("throughput", args, measure_live_traffic)
 }
 
-fn measure(args: &Args) -> anyhow::Result<Report> {
+fn measure_live_traffic(args: &ThroughputBenchArgs) -> anyhow::Result<BenchReport> {
     let cpus = first_two_cpus("coreward-lab bench throughput")?;
     namespace::enter_new_network_namespace()?;
     let traffic_kinds = ServiceTraffic::ALL.into_iter().enumerate();
@@ -287,11 +294,15 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })?;
     let measurements: Vec<(ServiceTraffic, Vec<TrafficRoundResult>)> =
         envs.iter().map(|env| env.service_traffic).zip(results_by_traffic).collect();
-    Ok(build_report(&measurements, args, cpus))
+    Ok(build_throughput_report(&measurements, args, cpus))
 }
 
-fn build_report(measurements: &[(ServiceTraffic, Vec<TrafficRoundResult>)], args: &Args, cpus: [usize; 2]) -> Report {
-    let mut table = Table::new(&[
+fn build_throughput_report(
+    measurements: &[(ServiceTraffic, Vec<TrafficRoundResult>)],
+    args: &ThroughputBenchArgs,
+    cpus: [usize; 2],
+) -> BenchReport {
+    let mut table = ReportTable::new(&[
         "traffic",
         "rate / floor",
         "quartiles",
@@ -307,17 +318,22 @@ fn build_report(measurements: &[(ServiceTraffic, Vec<TrafficRoundResult>)], args
     for (service_traffic, round_results) in measurements {
         table.add_row(traffic_row(service_traffic, round_results, baseline_rounds));
     }
-    Report { name: "throughput", heading: "Live frames", method: describe_method(args, cpus), tables: vec![table] }
+    BenchReport {
+        name: "throughput",
+        heading: "Live frames",
+        method_description: describe_method(args, cpus),
+        tables: vec![table],
+    }
 }
 
 fn traffic_row(
     service_traffic: &ServiceTraffic,
     rounds: &[TrafficRoundResult],
     baseline_rounds: &[TrafficRoundResult],
-) -> [Cell; 10] {
-    let values_of = |round_results: &[TrafficRoundResult], to_value: fn(&TrafficRoundResult) -> f64| -> NsByRound {
-        round_results.iter().map(to_value).collect()
-    };
+) -> [TableCell; 10] {
+    let collect_round_values = |round_results: &[TrafficRoundResult],
+                                to_value: fn(&TrafficRoundResult) -> f64|
+     -> NsByRound { round_results.iter().map(to_value).collect() };
     let values_by_round = |combine: fn(&TrafficRoundResult, &TrafficRoundResult) -> f64| -> NsByRound {
         rounds
             .iter()
@@ -328,25 +344,26 @@ fn traffic_row(
     let cpu_time_ratios = values_by_round(|round_result, baseline_result| {
         baseline_result.cpu_ns_per_frame / round_result.cpu_ns_per_frame
     });
-    let [goal_cell, verdict_cell] = goal_cells(service_traffic.cpu_time_ratio_goal, median_of_rounds(&cpu_time_ratios));
+    let [goal_cell, verdict_cell] =
+        goal_and_verdict_cells(service_traffic.cpu_time_ratio_goal, median_of_rounds(&cpu_time_ratios));
     [
         service_traffic.name.into(),
-        Cell::Text(format!("{:.2}", median_of_rounds(&cpu_time_ratios))),
+        TableCell::Text(format!("{:.2}", median_of_rounds(&cpu_time_ratios))),
         quartile_range_with_decimals(&cpu_time_ratios, 2).into(),
         goal_cell,
         verdict_cell,
-        median_of_rounds(&values_of(rounds, |round_result| round_result.cpu_ns_per_frame)).into(),
+        median_of_rounds(&collect_round_values(rounds, |round_result| round_result.cpu_ns_per_frame)).into(),
         median_of_rounds(&values_by_round(|round_result, baseline_result| {
             round_result.cpu_ns_per_frame - baseline_result.cpu_ns_per_frame
         }))
         .into(),
-        median_of_rounds(&values_of(rounds, |round_result| round_result.million_frames_per_second)).into(),
-        (median_of_rounds(&values_of(rounds, |round_result| round_result.busy_fraction)) * 100.0).into(),
-        (median_of_rounds(&values_of(rounds, |round_result| round_result.returned_fraction)) * 100.0).into(),
+        median_of_rounds(&collect_round_values(rounds, |round_result| round_result.million_frames_per_second)).into(),
+        (median_of_rounds(&collect_round_values(rounds, |round_result| round_result.busy_fraction)) * 100.0).into(),
+        (median_of_rounds(&collect_round_values(rounds, |round_result| round_result.returned_fraction)) * 100.0).into(),
     ]
 }
 
-fn describe_method(args: &Args, cpus: [usize; 2]) -> String {
+fn describe_method(args: &ThroughputBenchArgs, cpus: [usize; 2]) -> String {
     format!(
         "A thread on CPU {0} redirects live frames (BPF_F_TEST_XDP_LIVE_FRAMES) into one end of a veth pair. At the \
          other end a NAPI thread on CPU {1} runs the measured program as native XDP. Frames that the program returns \

@@ -8,12 +8,12 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
 use super::MeasurementLength;
 use super::interleaved::{
-    InterleavedProgram, Program, difference_of_fastest_rounds, differences_by_round, measure_interleaved,
-    median_of_rounds, quartile_range,
+    InterleavedProgram, MeasuredProgram, difference_of_fastest_rounds, differences_by_round, measure_interleaved,
+    median_of_rounds, quartile_range_text,
 };
 use super::runner::{PacketRunner, PacketVariation};
 use super::workload::request_frame;
-use crate::report::Table;
+use crate::report::ReportTable;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
@@ -24,7 +24,7 @@ mod skeleton {
 const OPERATIONS_PER_RUN: f64 = 64.0;
 
 /// Measures the time of each single operation. Fails without the right to load BPF programs.
-pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<Table> {
+pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<ReportTable> {
     let mut skeleton_storage = MaybeUninit::uninit();
     let opened_skeleton =
         skeleton::UnitsSkelBuilder::default().open(&mut skeleton_storage).context("opening units.bpf.o")?;
@@ -38,15 +38,15 @@ pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<Table> {
         ("obfuscation: keyed hash of a connection, reveal of its cookie", programs.unit_reveal_cookie.as_fd()),
     ];
     let runner = PacketRunner::new(&request_frame(), &[PacketVariation::default()], 0)?;
-    let empty_program = InterleavedProgram::new(&runner, Program::Baseline(runner.empty_program.as_fd()));
+    let empty_program = InterleavedProgram::new(&runner, MeasuredProgram::Baseline(runner.empty_program.as_fd()));
     let operation_programs =
-        operations.iter().map(|(_, program)| InterleavedProgram::new(&runner, Program::Baseline(*program)));
+        operations.iter().map(|(_, program)| InterleavedProgram::new(&runner, MeasuredProgram::Baseline(*program)));
     let interleaved_programs: Vec<InterleavedProgram<'_>> =
         std::iter::once(empty_program).chain(operation_programs).collect();
     let ns_per_run = measure_interleaved(&interleaved_programs, length.rounds, length.packets)?;
     let ns_per_operation = |rounds: &[f64]| rounds.iter().map(|time| time / OPERATIONS_PER_RUN).collect::<Vec<f64>>();
     let empty_program_ns = ns_per_operation(&ns_per_run[0]);
-    let mut table = Table::new(&["operation, in the cache", "ns each", "quartiles", "fastest rounds"]);
+    let mut table = ReportTable::new(&["operation, in the cache", "ns each", "quartiles", "fastest rounds"]);
     for ((name, _), ns_by_round) in operations.iter().zip(&ns_per_run[1..]) {
         let operation_ns = ns_per_operation(ns_by_round);
         let ns_above_empty_program = differences_by_round(&operation_ns, &empty_program_ns);
@@ -54,7 +54,7 @@ pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<Table> {
         table.add_row([
             (*name).into(),
             median_of_rounds(&ns_above_empty_program).into(),
-            quartile_range(&ns_above_empty_program).into(),
+            quartile_range_text(&ns_above_empty_program).into(),
             fastest_ns_above_empty_program.into(),
         ]);
     }

@@ -5,8 +5,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
 
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::consistency::Consistency;
-use coreward_model::forwarding::Forwarding;
+use coreward_model::consistency::ConsistencyMode;
+use coreward_model::forwarding::ForwardingMode;
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
@@ -38,26 +38,26 @@ const TCP_FLAG_ACK: u8 = 0x10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PacketCase {
     /// Packets of this number of open connections, in random order, each with a valid cookie.
-    EstablishedConnections(Consistency, usize),
+    EstablishedConnections(ConsistencyMode, usize),
     /// Packets of open connections, to which the load balancer adds an outer header.
-    Encapsulated(Forwarding),
+    Encapsulated(ForwardingMode),
     /// IPv6 packets of open connections, to which the load balancer adds an outer IPv6 header.
-    EncapsulatedIpv6(Forwarding),
+    EncapsulatedIpv6(ForwardingMode),
     /// SYNs of different IPv4 connections.
-    NewConnection(NewConnection),
+    NewConnection(NewConnectionCase),
     /// Packets of this number of open IPv6 connections, each with a valid cookie.
     EstablishedIpv6Connections(usize),
     /// SYNs of different IPv6 connections.
     NewConnectionIpv6,
     /// Packets of open connections whose timestamps the load balancer stamps and restores (`timestamps = "lb"`).
-    LbStamped(Direction),
+    LbStamped(PacketDirection),
     /// TCP packets to a port of the VIP that belongs to no service.
     NoService,
 }
 
 /// Direction in which a packet of a connection is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub enum PacketDirection {
     /// From the client to the server, where the load balancer restores TSecr.
     ToServer,
     /// From the server to the client, where the load balancer stamps TSval.
@@ -66,19 +66,19 @@ pub enum Direction {
 
 /// Configuration and number of the new connections whose SYNs are measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NewConnection {
+pub struct NewConnectionCase {
     /// Consistency mode of the service. With `Stateful`, each SYN takes a free entry of the connection table.
-    pub consistency: Consistency,
+    pub consistency: ConsistencyMode,
     pub placement_rule: PlacementRule,
     pub rss_group_count: usize,
     /// Number of different connections. When a connection repeats, its entry is free again.
     pub connection_count: usize,
 }
 
-impl NewConnection {
+impl NewConnectionCase {
     /// New connections that are placed by the table, as with the policy `crossrss`.
-    pub const STATELESS: NewConnection = NewConnection {
-        consistency: Consistency::Stateless,
+    pub const STATELESS: NewConnectionCase = NewConnectionCase {
+        consistency: ConsistencyMode::Stateless,
         placement_rule: PlacementRule::Table,
         rss_group_count: 1,
         connection_count: PACKET_COUNT,
@@ -91,26 +91,26 @@ const CACHE_SIZED_ENTRY_COUNT: usize = 1 << 14;
 impl PacketCase {
     /// Returns the cases that are measured separately, in the order of the report.
     pub fn separate_cases() -> impl Iterator<Item = PacketCase> {
-        let stateless = NewConnection::STATELESS;
-        let stateful = NewConnection { consistency: Consistency::Stateful, ..stateless };
+        let stateless = NewConnectionCase::STATELESS;
+        let stateful = NewConnectionCase { consistency: ConsistencyMode::Stateful, ..stateless };
         let rss_group_count = intf::MAX_RSS_GROUPS as usize;
-        let modes_without_cookies = [Consistency::None, Consistency::Beamer];
-        let encapsulations = [Forwarding::Ipip, Forwarding::Gue];
+        let modes_without_cookies = [ConsistencyMode::None, ConsistencyMode::Beamer];
+        let encapsulations = [ForwardingMode::Ipip, ForwardingMode::Gue];
         PlacementRule::ALL
-            .map(|rule| NewConnection { placement_rule: rule, ..stateless })
+            .map(|rule| NewConnectionCase { placement_rule: rule, ..stateless })
             .into_iter()
-            .chain([PlacementRule::Table, PlacementRule::LeastAssigned].map(|rule| NewConnection {
+            .chain([PlacementRule::Table, PlacementRule::LeastAssigned].map(|rule| NewConnectionCase {
                 placement_rule: rule,
                 rss_group_count,
                 ..stateless
             }))
-            .chain(PlacementRule::ALL.map(|rule| NewConnection { placement_rule: rule, ..stateful }))
-            .chain(PlacementRule::ALL.map(|rule| NewConnection {
+            .chain(PlacementRule::ALL.map(|rule| NewConnectionCase { placement_rule: rule, ..stateful }))
+            .chain(PlacementRule::ALL.map(|rule| NewConnectionCase {
                 placement_rule: rule,
                 connection_count: CACHE_SIZED_ENTRY_COUNT,
                 ..stateful
             }))
-            .chain(modes_without_cookies.map(|consistency| NewConnection { consistency, ..stateless }))
+            .chain(modes_without_cookies.map(|consistency| NewConnectionCase { consistency, ..stateless }))
             .map(PacketCase::NewConnection)
             .chain(
                 modes_without_cookies.map(|consistency| PacketCase::EstablishedConnections(consistency, PACKET_COUNT)),
@@ -119,7 +119,7 @@ impl PacketCase {
             .chain([1, PACKET_COUNT].map(PacketCase::EstablishedIpv6Connections))
             .chain(encapsulations.map(PacketCase::EncapsulatedIpv6))
             .chain([PacketCase::NewConnectionIpv6])
-            .chain([Direction::ToServer, Direction::ToClient].map(PacketCase::LbStamped))
+            .chain([PacketDirection::ToServer, PacketDirection::ToClient].map(PacketCase::LbStamped))
             .chain([PacketCase::NoService])
     }
 
@@ -127,7 +127,7 @@ impl PacketCase {
         match self {
             PacketCase::EstablishedConnections(_, connections)
             | PacketCase::EstablishedIpv6Connections(connections)
-            | PacketCase::NewConnection(NewConnection { connection_count: connections, .. }) => connections,
+            | PacketCase::NewConnection(NewConnectionCase { connection_count: connections, .. }) => connections,
             PacketCase::Encapsulated(_)
             | PacketCase::EncapsulatedIpv6(_)
             | PacketCase::NewConnectionIpv6
@@ -136,23 +136,23 @@ impl PacketCase {
         }
     }
 
-    pub fn consistency(self) -> Consistency {
+    pub fn consistency(self) -> ConsistencyMode {
         match self {
             PacketCase::EstablishedConnections(consistency, _)
-            | PacketCase::NewConnection(NewConnection { consistency, .. }) => consistency,
+            | PacketCase::NewConnection(NewConnectionCase { consistency, .. }) => consistency,
             PacketCase::Encapsulated(_)
             | PacketCase::EncapsulatedIpv6(_)
             | PacketCase::EstablishedIpv6Connections(_)
             | PacketCase::NewConnectionIpv6
             | PacketCase::LbStamped(_)
-            | PacketCase::NoService => Consistency::Stateless,
+            | PacketCase::NoService => ConsistencyMode::Stateless,
         }
     }
 
-    pub fn forwarding(self) -> Forwarding {
+    pub fn forwarding(self) -> ForwardingMode {
         match self {
             PacketCase::Encapsulated(forwarding) | PacketCase::EncapsulatedIpv6(forwarding) => forwarding,
-            _ => Forwarding::L2,
+            _ => ForwardingMode::L2,
         }
     }
 
@@ -177,26 +177,26 @@ impl PacketCase {
     /// Returns the XDP verdict that is expected for each packet.
     pub fn expected_verdict(self) -> i32 {
         match self {
-            PacketCase::LbStamped(Direction::ToClient) | PacketCase::NoService => XDP_PASS,
+            PacketCase::LbStamped(PacketDirection::ToClient) | PacketCase::NoService => XDP_PASS,
             _ => XDP_TX,
         }
     }
 
-    pub fn expected_counter(self) -> usize {
+    pub fn expected_counter_index(self) -> usize {
         let counter = match self {
-            PacketCase::EstablishedConnections(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW_TABLE,
-            PacketCase::EstablishedConnections(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION_TABLE,
-            PacketCase::EstablishedConnections(Consistency::None, _) => intf::LB_COUNTER_PER_PACKET,
-            PacketCase::EstablishedConnections(Consistency::Beamer, _)
-            | PacketCase::NewConnection(NewConnection { consistency: Consistency::Beamer, .. }) => {
+            PacketCase::EstablishedConnections(ConsistencyMode::HashTable, _) => intf::LB_COUNTER_FLOW_TABLE,
+            PacketCase::EstablishedConnections(ConsistencyMode::Stateful, _) => intf::LB_COUNTER_CONNECTION_TABLE,
+            PacketCase::EstablishedConnections(ConsistencyMode::None, _) => intf::LB_COUNTER_PER_PACKET,
+            PacketCase::EstablishedConnections(ConsistencyMode::Beamer, _)
+            | PacketCase::NewConnection(NewConnectionCase { consistency: ConsistencyMode::Beamer, .. }) => {
                 intf::LB_COUNTER_BUCKET_HASH
             }
             PacketCase::EstablishedConnections(..)
             | PacketCase::Encapsulated(_)
             | PacketCase::EncapsulatedIpv6(_)
             | PacketCase::EstablishedIpv6Connections(_)
-            | PacketCase::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
-            PacketCase::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
+            | PacketCase::LbStamped(PacketDirection::ToServer) => intf::LB_COUNTER_ESTABLISHED,
+            PacketCase::LbStamped(PacketDirection::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
             PacketCase::NewConnection(_) | PacketCase::NewConnectionIpv6 => intf::LB_COUNTER_NEW_CONNECTION,
             PacketCase::NoService => intf::LB_COUNTER_PASSED_NOT_SERVICE,
         };
@@ -205,16 +205,16 @@ impl PacketCase {
 
     /// Returns whether each packet takes a connection-table entry.
     pub fn takes_connection_entries(self) -> bool {
-        matches!(self, PacketCase::NewConnection(NewConnection { consistency: Consistency::Stateful, .. }))
+        matches!(self, PacketCase::NewConnection(NewConnectionCase { consistency: ConsistencyMode::Stateful, .. }))
     }
 
     /// Returns whether the SYNs of the packets' connections must have created entries before the measurement.
     pub fn needs_connection_entry(self) -> bool {
-        matches!(self, PacketCase::EstablishedConnections(Consistency::Stateful | Consistency::HashTable, _))
+        matches!(self, PacketCase::EstablishedConnections(ConsistencyMode::Stateful | ConsistencyMode::HashTable, _))
     }
 
     /// Returns the destination address and port of the packets.
-    pub fn destination(self) -> SocketAddr {
+    pub fn destination_address(self) -> SocketAddr {
         match self {
             PacketCase::NoService => (IPV4_SERVICE_ADDRESS.0, PORT_WITHOUT_SERVICE).into(),
             PacketCase::EstablishedIpv6Connections(_)
@@ -224,14 +224,14 @@ impl PacketCase {
         }
     }
 
-    /// Returns the four-tuple of a connection whose client is from [`random_clients`], converted to IPv6 if the case
-    /// needs it.
+    /// Returns the four-tuple of a connection whose client is from [`random_client_addresses`], converted to IPv6 if
+    /// the case needs it.
     pub fn four_tuple(self, client: &SocketAddrV4) -> FourTuple {
-        let client = match self.destination() {
+        let client = match self.destination_address() {
             SocketAddr::V4(_) => (*client).into(),
             SocketAddr::V6(_) => (ipv6_client_address(*client.ip()), client.port()).into(),
         };
-        FourTuple::new(client, self.destination()).expect("of one family")
+        FourTuple::new(client, self.destination_address()).expect("of one family")
     }
 
     /// Returns whether the load balancer stamps the connections' timestamps.
@@ -242,12 +242,12 @@ impl PacketCase {
     /// Returns the frame from which the packets are generated, which is an ACK without payload or a SYN.
     pub fn frame_template(self) -> FrameTemplate {
         match self {
-            PacketCase::NewConnection(_) => syn_frame(),
-            PacketCase::LbStamped(Direction::ToClient) => response_frame(),
+            PacketCase::NewConnection(_) => syn_frame_template(),
+            PacketCase::LbStamped(PacketDirection::ToClient) => response_frame_template(),
             PacketCase::EstablishedIpv6Connections(_) | PacketCase::EncapsulatedIpv6(_) => request_frame_ipv6(),
-            PacketCase::NewConnectionIpv6 => convert_to_ipv6(&syn_frame()),
-            PacketCase::NoService => ack_frame((IPV4_SERVICE_ADDRESS.0, PORT_WITHOUT_SERVICE)),
-            _ => ack_frame(IPV4_SERVICE_ADDRESS),
+            PacketCase::NewConnectionIpv6 => convert_to_ipv6(&syn_frame_template()),
+            PacketCase::NoService => ack_frame_template((IPV4_SERVICE_ADDRESS.0, PORT_WITHOUT_SERVICE)),
+            _ => ack_frame_template(IPV4_SERVICE_ADDRESS),
         }
     }
 }
@@ -262,7 +262,7 @@ impl fmt::Display for PacketCase {
             PacketCase::Encapsulated(forwarding) => {
                 write!(f, "stateless by {}, {PACKET_COUNT} connections", forwarding.name())
             }
-            PacketCase::NewConnection(NewConnection {
+            PacketCase::NewConnection(NewConnectionCase {
                 consistency,
                 placement_rule: rule,
                 rss_group_count,
@@ -281,29 +281,43 @@ impl fmt::Display for PacketCase {
                 write!(f, "IPv6, stateless, {connections} connections")
             }
             PacketCase::NewConnectionIpv6 => f.write_str("first, IPv6, stateless, table"),
-            PacketCase::LbStamped(Direction::ToServer) => f.write_str("timestamps by the load balancer, to the server"),
-            PacketCase::LbStamped(Direction::ToClient) => f.write_str("timestamps by the load balancer, to the client"),
+            PacketCase::LbStamped(PacketDirection::ToServer) => {
+                f.write_str("timestamps by the load balancer, to the server")
+            }
+            PacketCase::LbStamped(PacketDirection::ToClient) => {
+                f.write_str("timestamps by the load balancer, to the client")
+            }
             PacketCase::NoService => f.write_str("not for a VIP"),
         }
     }
 }
 
 /// Returns a frame with a SYN to the VIP, whose TCP options are those of Linux.
-pub fn syn_frame() -> FrameTemplate {
-    tcp_frame(IPV4_SERVICE_ADDRESS, TCP_FLAG_SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
+pub fn syn_frame_template() -> FrameTemplate {
+    tcp_frame_template(
+        IPV4_SERVICE_ADDRESS,
+        TCP_FLAG_SYN,
+        &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7],
+        12,
+    )
 }
 
 /// Returns a frame with a client's ACK to the VIP.
 pub fn request_frame() -> FrameTemplate {
-    ack_frame(IPV4_SERVICE_ADDRESS)
+    ack_frame_template(IPV4_SERVICE_ADDRESS)
 }
 
-fn ack_frame(destination: (Ipv4Addr, u16)) -> FrameTemplate {
-    tcp_frame(destination, TCP_FLAG_ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
+fn ack_frame_template(destination: (Ipv4Addr, u16)) -> FrameTemplate {
+    tcp_frame_template(destination, TCP_FLAG_ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
 }
 
 /// Returns a client's TCP frame. `tsecr_offset_in_options` is the offset of TSecr in the options.
-fn tcp_frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr_offset_in_options: u32) -> FrameTemplate {
+fn tcp_frame_template(
+    destination: (Ipv4Addr, u16),
+    flags: u8,
+    options: &[u8],
+    tsecr_offset_in_options: u32,
+) -> FrameTemplate {
     let (vip, port) = destination;
     let tcp_header_bytes = 20 + options.len();
     let mut frame_bytes = [&LOAD_BALANCER_MAC.0[..], &[2, 0, 0, 0, 0, 2], &[8, 0]].concat();
@@ -315,7 +329,7 @@ fn tcp_frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr_offs
     let tsecr_offset = frame_bytes.len() as u32 + tsecr_offset_in_options;
     frame_bytes.extend(options);
     FrameTemplate {
-        bytes: frame_bytes,
+        frame_bytes,
         client_offset: IPV4_SOURCE_OFFSET,
         ports_offset: TCP_HEADER_OFFSET as u32,
         tsecr_offset,
@@ -325,9 +339,9 @@ fn tcp_frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr_offs
 
 /// Converts a frame between a client and [`IPV4_SERVICE_ADDRESS`] to one between a client and [`IPV6_SERVICE_ADDRESS`].
 fn convert_to_ipv6(ipv4_frame: &FrameTemplate) -> FrameTemplate {
-    let tcp_segment = &ipv4_frame.bytes[TCP_HEADER_OFFSET..];
+    let tcp_segment = &ipv4_frame.frame_bytes[TCP_HEADER_OFFSET..];
     let mut frame_bytes =
-        [&ipv4_frame.bytes[..12], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, tcp_segment.len() as u8, 6, 64]].concat();
+        [&ipv4_frame.frame_bytes[..12], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, tcp_segment.len() as u8, 6, 64]].concat();
     let mut addresses =
         [ipv6_client_address(Ipv4Addr::UNSPECIFIED), IPV6_SERVICE_ADDRESS.0].map(|address| address.octets());
     let mut client_address_end = frame_bytes.len() + size_of::<Ipv6Addr>();
@@ -340,7 +354,7 @@ fn convert_to_ipv6(ipv4_frame: &FrameTemplate) -> FrameTemplate {
     frame_bytes.extend(tcp_segment);
     let tsecr_offset = ipv4_frame.tsecr_offset + (ports_offset - TCP_HEADER_OFFSET) as u32;
     let client_offset = (client_address_end - size_of::<Ipv4Addr>()) as u32;
-    FrameTemplate { bytes: frame_bytes, client_offset, ports_offset: ports_offset as u32, tsecr_offset, ..*ipv4_frame }
+    FrameTemplate { frame_bytes, client_offset, ports_offset: ports_offset as u32, tsecr_offset, ..*ipv4_frame }
 }
 
 /// Returns a frame with a client's ACK to the IPv6 service.
@@ -349,8 +363,8 @@ pub fn request_frame_ipv6() -> FrameTemplate {
 }
 
 /// Returns a frame with a server's ACK from the IPv6 service.
-pub fn response_frame_ipv6() -> FrameTemplate {
-    convert_to_ipv6(&response_frame())
+pub fn ipv6_response_frame_template() -> FrameTemplate {
+    convert_to_ipv6(&response_frame_template())
 }
 
 /// Returns the IPv6 address that corresponds to a client's IPv4 address.
@@ -359,17 +373,17 @@ pub fn ipv6_client_address(client: Ipv4Addr) -> Ipv6Addr {
 }
 
 /// Returns a frame with a server's ACK. Its `tsecr_offset` is that of TSval, the first of the two timestamps.
-pub fn response_frame() -> FrameTemplate {
-    let request = tcp_frame(IPV4_SERVICE_ADDRESS, TCP_FLAG_ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 4);
-    let mut frame_bytes = request.bytes;
+pub fn response_frame_template() -> FrameTemplate {
+    let request = tcp_frame_template(IPV4_SERVICE_ADDRESS, TCP_FLAG_ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 4);
+    let mut frame_bytes = request.frame_bytes;
     frame_bytes[6..12].copy_from_slice(&FIRST_SERVER_MAC.0);
     let (addresses_offset, address_bytes) = (IPV4_SOURCE_OFFSET as usize, size_of::<u32>());
     frame_bytes[addresses_offset..addresses_offset + 2 * address_bytes].rotate_left(address_bytes);
-    FrameTemplate { bytes: frame_bytes, client_offset: IPV4_SOURCE_OFFSET + address_bytes as u32, ..request }
+    FrameTemplate { frame_bytes, client_offset: IPV4_SOURCE_OFFSET + address_bytes as u32, ..request }
 }
 
 /// Returns the first `count` clients of an endless random sequence, which is always the same.
-pub fn random_clients(count: usize) -> Vec<SocketAddrV4> {
+pub fn random_client_addresses(count: usize) -> Vec<SocketAddrV4> {
     let mut rng = seeded_rng(2, 0);
     (0..count).map(|_| SocketAddrV4::new(Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)).collect()
 }

@@ -7,8 +7,8 @@ use coreward_model::ServerId;
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb::MacAddress;
 
-use super::server::{self, Lifecycle, ServerSocket};
-use super::{MAX_IDLE_MS, Simulation, SimulationEvent, load_balancer_mac};
+use super::server::{self, ServerLifecycle, ServerSocket};
+use super::{ConsistencyCheck, ConsistencyCheckEvent, MAX_IDLE_MS, load_balancer_mac};
 use crate::frame::{self, ETHERNET_HEADER_BYTES, EthernetIpHeader, PROTOCOL_UDP, TcpHeader, timestamp_option};
 use crate::ipv6;
 
@@ -56,7 +56,7 @@ pub(super) struct ClientConnection {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum DeliveryResult {
+enum PacketDeliveryResult {
     /// The server with this index accepted the packet.
     AcceptedByServer(usize),
     /// The network or a load balancer dropped the packet, or no server accepted it.
@@ -80,7 +80,7 @@ fn tcp_header_offset(frame: &[u8]) -> usize {
     ipv6::parse_frame(frame).map_or(ETHERNET_HEADER_BYTES + 20, |headers| headers.transport_offset)
 }
 
-impl Simulation {
+impl ConsistencyCheck {
     pub(super) fn start_next_connection(&mut self) -> anyhow::Result<()> {
         let connection_index = self.opened_connection_count;
         if connection_index == self.config.connection_count {
@@ -110,7 +110,7 @@ impl Simulation {
         self.report.connections_without_timestamps += u64::from(!has_timestamps);
         let next_arrival_ms =
             u64::from(self.opened_connection_count) * self.arrivals_end_ms() / u64::from(self.config.connection_count);
-        self.schedule_event(next_arrival_ms.saturating_sub(self.now_ms), SimulationEvent::OpenConnection);
+        self.schedule_event(next_arrival_ms.saturating_sub(self.now_ms), ConsistencyCheckEvent::OpenConnection);
         self.send_next_packet(connection_index)
     }
 
@@ -136,7 +136,7 @@ impl Simulation {
 
     pub(super) fn send_next_packet(&mut self, connection_index: u32) -> anyhow::Result<()> {
         let connection = self.client_connection(connection_index);
-        if connection.server_index.is_some_and(|server| self.servers[server].lifecycle == Lifecycle::Gone) {
+        if connection.server_index.is_some_and(|server| self.servers[server].lifecycle == ServerLifecycle::Gone) {
             self.report.connections_lost_with_server += 1;
             self.close_connection(connection_index);
             return Ok(());
@@ -159,9 +159,9 @@ impl Simulation {
         connection.transmission_count += 1;
         if connection.server_index.is_none() {
             match delivery_result {
-                DeliveryResult::AcceptedByServer(server_index) => connection.server_index = Some(server_index),
+                PacketDeliveryResult::AcceptedByServer(server_index) => connection.server_index = Some(server_index),
                 _ if connection.transmission_count < MAX_TRANSMISSIONS => {
-                    self.schedule_event(1_000, SimulationEvent::SendPacket(connection_index));
+                    self.schedule_event(1_000, ConsistencyCheckEvent::SendPacket(connection_index));
                     return Ok(());
                 }
                 _ => return self.give_up_connection(connection_index),
@@ -169,10 +169,10 @@ impl Simulation {
             self.report.established_connections += 1;
             if is_syn_ack_late {
                 // The SYN-ACK was late, so the client has already sent another SYN.
-                self.schedule_event(1_000, SimulationEvent::SendPacket(connection_index));
+                self.schedule_event(1_000, ConsistencyCheckEvent::SendPacket(connection_index));
                 return Ok(());
             }
-        } else if let DeliveryResult::AcceptedByServer(server_index) = delivery_result
+        } else if let PacketDeliveryResult::AcceptedByServer(server_index) = delivery_result
             && connection.server_index != Some(server_index)
         {
             self.report.syns_to_other_server += 1;
@@ -180,7 +180,7 @@ impl Simulation {
         let connection = self.client_connection_mut(connection_index);
         connection.state = ConnectionState::EstablishedWithRemainingPackets(packet_count);
         connection.transmission_count = 0;
-        self.schedule_event(gap_ms, SimulationEvent::SendPacket(connection_index));
+        self.schedule_event(gap_ms, ConsistencyCheckEvent::SendPacket(connection_index));
         Ok(())
     }
 
@@ -193,7 +193,7 @@ impl Simulation {
         let delivery_result = self.send_packet(connection_index, tcp_flags)?;
         let &ClientConnection { has_timestamps, server_index, .. } = self.client_connection(connection_index);
         match delivery_result {
-            DeliveryResult::AcceptedByServer(accepting_index) => {
+            PacketDeliveryResult::AcceptedByServer(accepting_index) => {
                 if Some(accepting_index) != server_index && has_timestamps {
                     self.report.packets_accepted_by_other_server += 1;
                 }
@@ -206,9 +206,9 @@ impl Simulation {
                 connection.state = ConnectionState::EstablishedWithRemainingPackets(remaining_packets);
                 connection.transmission_count = 0;
                 let gap_ms = self.random_packet_gap_ms();
-                self.schedule_event(gap_ms, SimulationEvent::SendPacket(connection_index));
+                self.schedule_event(gap_ms, ConsistencyCheckEvent::SendPacket(connection_index));
             }
-            DeliveryResult::Rejected => {
+            PacketDeliveryResult::Rejected => {
                 if tcp_flags == TCP_FLAG_RST {
                     self.report.misdelivered_resets += 1;
                 } else if has_timestamps {
@@ -218,7 +218,7 @@ impl Simulation {
                 }
                 self.close_connection(connection_index);
             }
-            DeliveryResult::Lost => return self.retry_or_give_up(connection_index),
+            PacketDeliveryResult::Lost => return self.retry_or_give_up(connection_index),
         }
         Ok(())
     }
@@ -230,7 +230,7 @@ impl Simulation {
         if connection.transmission_count == MAX_TRANSMISSIONS {
             return self.give_up_connection(connection_index);
         }
-        self.schedule_event(400, SimulationEvent::SendPacket(connection_index));
+        self.schedule_event(400, ConsistencyCheckEvent::SendPacket(connection_index));
         Ok(())
     }
 
@@ -252,7 +252,7 @@ impl Simulation {
         }
     }
 
-    fn build_frame(&mut self, connection_index: u32, destination_mac: MacAddress, flags: u8) -> Vec<u8> {
+    fn build_client_frame(&mut self, connection_index: u32, destination_mac: MacAddress, flags: u8) -> Vec<u8> {
         let tsval = self.now_ms as u32;
         let connection = self.client_connection(connection_index);
         let tcp_options = match flags {
@@ -271,8 +271,8 @@ impl Simulation {
             tos_and_ttl: [0, 64],
         };
         let tcp_header = TcpHeader {
-            ports: (connection.client_address.1, self.config.service_address().1),
-            flags,
+            source_and_destination_ports: (connection.client_address.1, self.config.service_address().1),
+            tcp_flags: flags,
             options: tcp_options,
         };
         let mut packet = Vec::new();
@@ -284,16 +284,16 @@ impl Simulation {
     }
 
     /// Sends a packet of a connection through one of the load balancers, and returns the result of the delivery.
-    fn send_packet(&mut self, connection_index: u32, flags: u8) -> anyhow::Result<DeliveryResult> {
+    fn send_packet(&mut self, connection_index: u32, flags: u8) -> anyhow::Result<PacketDeliveryResult> {
         let running_load_balancers: Vec<usize> =
             (0..self.load_balancers.len()).filter(|index| self.load_balancers[*index].is_running).collect();
         let is_rerouted = self.rng.random_bool(1, PACKETS_PER_FAULT);
         let lb_hash = self.client_connection(connection_index).lb_selection_hash as usize + usize::from(is_rerouted);
         let lb_index = running_load_balancers[lb_hash % running_load_balancers.len()];
         self.report.sent_packets += 1;
-        let frame = self.build_frame(connection_index, load_balancer_mac(lb_index), flags);
+        let frame = self.build_client_frame(connection_index, load_balancer_mac(lb_index), flags);
         let delivery_result = self.forward_to_server(connection_index, flags, lb_index, &frame)?;
-        if let DeliveryResult::AcceptedByServer(server_index) = delivery_result {
+        if let PacketDeliveryResult::AcceptedByServer(server_index) = delivery_result {
             self.report.accepted_packets += 1;
             self.receive_answer(connection_index, server_index);
         }
@@ -306,10 +306,10 @@ impl Simulation {
         flags: u8,
         lb_index: usize,
         frame: &[u8],
-    ) -> anyhow::Result<DeliveryResult> {
+    ) -> anyhow::Result<PacketDeliveryResult> {
         let (counter, frame) = self.process_frame(lb_index, frame)?;
         if counter >= intf::LB_COUNTER_DROP_MALFORMED_IPV4 || counter == intf::LB_COUNTER_PASSED_NOT_SERVICE {
-            return Ok(DeliveryResult::Lost);
+            return Ok(PacketDeliveryResult::Lost);
         }
         let destination_mac = &frame[..6];
         if destination_mac == BROADCAST_MAC {
@@ -321,22 +321,22 @@ impl Simulation {
             self.report.packets_forwarded_to_owner += 1;
             anyhow::ensure!(owner_index != lb_index, "load balancer {owner_index} sends to itself");
             if !self.load_balancers[owner_index].is_running {
-                return Ok(DeliveryResult::Lost);
+                return Ok(PacketDeliveryResult::Lost);
             }
             return self.forward_to_server(connection_index, flags, owner_index, &frame);
         }
-        let server_index = server::server_index(destination_mac).expect("a server's MAC address");
+        let server_index = server::server_index_from_mac(destination_mac).expect("a server's MAC address");
         let frame = if self.config.forwarding.encapsulates() { decapsulate(&frame) } else { frame };
         Ok(self.deliver_to_server(connection_index, flags, server_index, &frame))
     }
 
     /// Delivers a broadcast packet to all servers. The connection's server accepts it, and the others ignore it.
-    fn deliver_to_all_servers(&mut self, connection_index: u32) -> DeliveryResult {
+    fn deliver_to_all_servers(&mut self, connection_index: u32) -> PacketDeliveryResult {
         let Some(server_index) = self.client_connection(connection_index).server_index else {
-            return DeliveryResult::Lost;
+            return PacketDeliveryResult::Lost;
         };
-        if self.servers[server_index].lifecycle == Lifecycle::Gone {
-            return DeliveryResult::Lost;
+        if self.servers[server_index].lifecycle == ServerLifecycle::Gone {
+            return PacketDeliveryResult::Lost;
         }
         let connection = self.client_connection(connection_index);
         let four_tuple = ipv6::four_tuple(connection.client_address, self.config.service_address());
@@ -353,7 +353,7 @@ impl Simulation {
         {
             socket.cookie = Cookie::Server(server_id);
         }
-        DeliveryResult::AcceptedByServer(server_index)
+        PacketDeliveryResult::AcceptedByServer(server_index)
     }
 
     fn deliver_to_server(
@@ -362,9 +362,9 @@ impl Simulation {
         flags: u8,
         server_index: usize,
         frame: &[u8],
-    ) -> DeliveryResult {
-        if self.servers[server_index].lifecycle == Lifecycle::Gone {
-            return DeliveryResult::Lost;
+    ) -> PacketDeliveryResult {
+        if self.servers[server_index].lifecycle == ServerLifecycle::Gone {
+            return PacketDeliveryResult::Lost;
         }
         if flags == TCP_FLAG_SYN {
             let tsecr_offset = tcp_header_offset(frame) + SYN_TSECR_OFFSET;
@@ -381,24 +381,29 @@ impl Simulation {
                     self.servers[server_index].connection_count += 1;
                 }
             }
-            return DeliveryResult::AcceptedByServer(server_index);
+            return PacketDeliveryResult::AcceptedByServer(server_index);
         }
         let connection = self.client_connection(connection_index);
         if connection.server_index == Some(server_index) {
-            return DeliveryResult::AcceptedByServer(server_index);
+            return PacketDeliveryResult::AcceptedByServer(server_index);
         }
         // A retransmitted SYN may have left a half-open socket at this server, which does not accept the packet either.
         if connection.has_timestamps
             || connection.server_sockets.iter().any(|socket| socket.server_index == server_index)
         {
-            return DeliveryResult::Rejected;
+            return PacketDeliveryResult::Rejected;
         }
         self.chain_to_previous_server(connection_index, server_index, frame)
     }
 
     /// Forwards a packet without a cookie to the bucket's previous server, whose id the load balancer has written into
     /// the packet. This happens at a server that does not know the connection.
-    fn chain_to_previous_server(&mut self, connection_index: u32, server_index: usize, frame: &[u8]) -> DeliveryResult {
+    fn chain_to_previous_server(
+        &mut self,
+        connection_index: u32,
+        server_index: usize,
+        frame: &[u8],
+    ) -> PacketDeliveryResult {
         // The id is in the IP identification, or in the low bits of the IPv6 flow label.
         let previous_id_offset = ETHERNET_HEADER_BYTES + if frame[ETHERNET_HEADER_BYTES] >> 4 == 6 { 2 } else { 4 };
         let previous_id = u16::from_be_bytes([frame[previous_id_offset], frame[previous_id_offset + 1]]);
@@ -407,15 +412,15 @@ impl Simulation {
         let Some(previous_server_index) =
             previous_server_id.and_then(|id| self.servers.iter().position(|server| server.id == id))
         else {
-            return DeliveryResult::Rejected;
+            return PacketDeliveryResult::Rejected;
         };
         self.report.packets_chained_to_previous_server += 1;
         match self.servers[previous_server_index].lifecycle {
-            Lifecycle::Gone => DeliveryResult::Lost,
+            ServerLifecycle::Gone => PacketDeliveryResult::Lost,
             _ if self.client_connection(connection_index).server_index == Some(previous_server_index) => {
-                DeliveryResult::AcceptedByServer(previous_server_index)
+                PacketDeliveryResult::AcceptedByServer(previous_server_index)
             }
-            _ => DeliveryResult::Rejected,
+            _ => PacketDeliveryResult::Rejected,
         }
     }
 

@@ -4,21 +4,23 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use coreward_model::connection_table::{ClockTicks, TableOwnerNumber};
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
-use coreward_model::lb::{self as model, TableOwner};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
+use coreward_model::lb::{self as model, TableOwnerReachability};
 use coreward_model::placement::{
-    BucketCount, CandidateCore, PlacementRule, PlacementTable, ServerCore, TableMember, rendezvous_table,
+    BucketCount, CandidateCore, PlacementRule, PlacementTable, PlacementTableMember, ServerCore, rendezvous_table,
 };
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 
-use super::report::Report;
-use super::server::{self, Lifecycle, SimulatedServer};
-use super::{Config, SimulatedLoadBalancer, Simulation, SimulationEvent, load_balancer_mac};
+use super::report::ConsistencyCheckReport;
+use super::server::{self, ServerLifecycle, SimulatedServer};
+use super::{
+    ConsistencyCheck, ConsistencyCheckConfig, ConsistencyCheckEvent, SimulatedLoadBalancer, load_balancer_mac,
+};
 use crate::change::StateChange;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{Harness, HarnessSetup};
+use crate::harness::{FuzzHarness, FuzzHarnessSetup};
 use crate::ipv6;
 
 /// Mean number of servers that take new connections.
@@ -31,7 +33,7 @@ const MAX_DETECTION_DELAY_MS: usize = 3_000;
 const KEY_SWITCH_DELAY_MS: u64 = 2 * MAX_UPDATE_DELAY_MS as u64 + 500;
 /// Interval between two scans for connection-table entries that can be freed (ms).
 const SWEEP_INTERVAL_MS: u64 = 10_000;
-const CORE_COUNT: u16 = 4;
+const CORES_PER_SERVER: u16 = 4;
 
 /// State that the controller distributes to all load balancers and servers.
 pub(super) struct DesiredState {
@@ -46,12 +48,12 @@ fn random_candidate(rng: &mut FuzzRng, core_slots: &[ServerCore]) -> CandidateCo
     CandidateCore { server, fixed_point_load: rng.random_below(1 << 20) as u32, core_slot: core_slot as u16 }
 }
 
-impl Simulation {
-    pub(super) fn new(config: Config) -> anyhow::Result<Self> {
+impl ConsistencyCheck {
+    pub(super) fn new(config: ConsistencyCheckConfig) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(config.seed, 2);
         let cookie_keys = FleetCookieKeys {
             keys: [CookieKey::random(&mut rng.0), CookieKey::random(&mut rng.0)],
-            current_key_index: KeyIndex::First,
+            current_key_index: CookieKeyIndex::First,
         };
         let mut placement_table = PlacementTable::empty(BucketCount::PAPER_VALUE);
         placement_table.rss_key_by_group = vec![RssKey::random(&mut rng.0)];
@@ -68,23 +70,23 @@ impl Simulation {
             opened_connection_count: 0,
             open_clients: Default::default(),
             ended_clients: Vec::new(),
-            report: Report::new(),
+            report: ConsistencyCheckReport::new(),
         };
         for _ in 0..MEAN_SERVER_COUNT {
             simulation.add_server();
         }
         simulation.build_next_table();
         for lb_index in 0..config.load_balancer_count {
-            let load_balancer = simulation.new_load_balancer(lb_index)?;
+            let load_balancer = simulation.start_load_balancer(lb_index)?;
             simulation.load_balancers.push(load_balancer);
         }
         for lb_index in 0..config.load_balancer_count {
             simulation.schedule_owner_updates(lb_index, 1);
-            simulation.schedule_event(SWEEP_INTERVAL_MS, SimulationEvent::FreeEndedConnections(lb_index));
+            simulation.schedule_event(SWEEP_INTERVAL_MS, ConsistencyCheckEvent::FreeEndedConnections(lb_index));
         }
-        simulation.schedule_event(0, SimulationEvent::OpenConnection);
-        simulation.schedule_event(0, SimulationEvent::ChangeFleet);
-        simulation.schedule_event(config.key_rotation_ms / 2, SimulationEvent::DistributeNewKey);
+        simulation.schedule_event(0, ConsistencyCheckEvent::OpenConnection);
+        simulation.schedule_event(0, ConsistencyCheckEvent::ChangeFleet);
+        simulation.schedule_event(config.key_rotation_ms / 2, ConsistencyCheckEvent::DistributeNewKey);
         Ok(simulation)
     }
 
@@ -107,7 +109,7 @@ impl Simulation {
         self.servers.push(SimulatedServer {
             id: server_id,
             mac: server::server_mac(server_index),
-            lifecycle: Lifecycle::Serving,
+            lifecycle: ServerLifecycle::Serving,
             is_healthy: true,
             connection_count: 0,
             cookie_keys: self.desired_state.cookie_keys,
@@ -119,13 +121,13 @@ impl Simulation {
 
     /// Returns the ids of the servers that take new connections, in ascending order.
     fn eligible_server_ids(&self) -> Vec<ServerId> {
-        let is_eligible = |server: &&SimulatedServer| server.lifecycle == Lifecycle::Serving && server.is_healthy;
+        let is_eligible = |server: &&SimulatedServer| server.lifecycle == ServerLifecycle::Serving && server.is_healthy;
         let mut server_ids: Vec<ServerId> = self.servers.iter().filter(is_eligible).map(|server| server.id).collect();
         server_ids.sort();
         server_ids
     }
 
-    fn pick_random_server(&mut self, lifecycle: Lifecycle) -> Option<usize> {
+    fn pick_random_server(&mut self, lifecycle: ServerLifecycle) -> Option<usize> {
         let matching_servers: Vec<usize> =
             (0..self.servers.len()).filter(|index| self.servers[*index].lifecycle == lifecycle).collect();
         (!matching_servers.is_empty()).then(|| self.rng.pick(&matching_servers))
@@ -147,7 +149,7 @@ impl Simulation {
         let previous_consistent_servers = (0..consistent_servers.len()).map(previous_server_of_bucket).collect();
         let core_slots: Vec<ServerCore> = eligible_servers
             .iter()
-            .flat_map(|server| (0..CORE_COUNT).map(|core| ServerCore { server: *server, core }))
+            .flat_map(|server| (0..CORES_PER_SERVER).map(|core| ServerCore { server: *server, core }))
             .collect();
         let candidates_per_bucket = 4;
         let candidates = (0..bucket_count.get() * candidates_per_bucket)
@@ -162,7 +164,10 @@ impl Simulation {
             candidates_per_bucket,
             candidates,
             assignment_cost: 1 << 14,
-            members: eligible_servers.into_iter().map(|server| TableMember { server, fixed_point_load: 0 }).collect(),
+            members: eligible_servers
+                .into_iter()
+                .map(|server| PlacementTableMember { server, fixed_point_load: 0 })
+                .collect(),
             core_slots,
             consistent_servers,
             previous_consistent_servers,
@@ -177,7 +182,7 @@ impl Simulation {
         for lb_index in 0..self.load_balancers.len() {
             // The table arrives after the load balancer's updates about servers.
             let delay_ms = MAX_UPDATE_DELAY_MS as u64 + self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::LbReceivesTable(lb_index));
+            self.schedule_event(delay_ms, ConsistencyCheckEvent::LbReceivesTable(lb_index));
         }
     }
 
@@ -192,25 +197,25 @@ impl Simulation {
 
     // ---- load balancers ----
 
-    fn new_load_balancer(&mut self, lb_index: usize) -> anyhow::Result<SimulatedLoadBalancer> {
-        let harness_setup = HarnessSetup::new(load_balancer_mac(lb_index), self.desired_state.cookie_keys);
-        let mut harness = Harness::new(harness_setup, self.config.runs_bpf_program)?;
+    fn start_load_balancer(&mut self, lb_index: usize) -> anyhow::Result<SimulatedLoadBalancer> {
+        let harness_setup = FuzzHarnessSetup::new(load_balancer_mac(lb_index), self.desired_state.cookie_keys);
+        let mut harness = FuzzHarness::new(harness_setup, self.config.runs_bpf_program)?;
         let service_address = ServiceAddress {
             vip_and_port: ipv6::service_socket_address(self.config.service_address()),
             protocol: Protocol::Tcp,
         };
         let service_slot = harness
             .apply_change(&StateChange::ReplaceServices(vec![(service_address, self.config.service_settings())]))?[0];
-        for server in self.servers.iter().filter(|server| server.lifecycle != Lifecycle::Gone) {
-            harness.apply_change(&StateChange::SetServer(service_slot, server.id, Some(model_server(server))))?;
+        for server in self.servers.iter().filter(|server| server.lifecycle != ServerLifecycle::Gone) {
+            harness.apply_change(&StateChange::SetServer(service_slot, server.id, Some(to_model_server(server))))?;
         }
         harness.apply_change(&StateChange::InstallTable(service_slot, self.desired_state.placement_table.clone()))?;
-        harness.apply_change(&StateChange::SetLocalOwnerNumber(Some(owner_number(lb_index))))?;
+        harness.apply_change(&StateChange::SetLocalOwnerNumber(Some(table_owner_number(lb_index))))?;
         Ok(SimulatedLoadBalancer { harness, service_slot, is_running: true })
     }
 
     pub(super) fn restart_with_empty_tables(&mut self, lb_index: usize) -> anyhow::Result<()> {
-        self.load_balancers[lb_index] = self.new_load_balancer(lb_index)?;
+        self.load_balancers[lb_index] = self.start_load_balancer(lb_index)?;
         self.schedule_owner_updates(lb_index, MAX_UPDATE_DELAY_MS);
         for owner_index in 0..self.load_balancers.len() {
             self.receive_owner_update(lb_index, owner_index)?;
@@ -222,7 +227,7 @@ impl Simulation {
     fn schedule_owner_updates(&mut self, owner_index: usize, max_delay_ms: usize) {
         for lb_index in 0..self.config.load_balancer_count {
             let delay_ms = self.rng.random_below(max_delay_ms) as u64;
-            self.schedule_event(delay_ms, SimulationEvent::LbReceivesOwnerUpdate(lb_index, owner_index));
+            self.schedule_event(delay_ms, ConsistencyCheckEvent::LbReceivesOwnerUpdate(lb_index, owner_index));
         }
     }
 
@@ -230,9 +235,12 @@ impl Simulation {
         let is_owner_running = self.load_balancers[owner_index].is_running;
         let SimulatedLoadBalancer { harness, is_running, .. } = &mut self.load_balancers[lb_index];
         if *is_running && lb_index != owner_index {
-            let owner =
-                if is_owner_running { TableOwner::Reachable(load_balancer_mac(owner_index)) } else { TableOwner::Lost };
-            harness.apply_change(&StateChange::SetOwner(owner_number(owner_index), owner))?;
+            let owner = if is_owner_running {
+                TableOwnerReachability::Reachable(load_balancer_mac(owner_index))
+            } else {
+                TableOwnerReachability::Lost
+            };
+            harness.apply_change(&StateChange::SetOwner(table_owner_number(owner_index), owner))?;
         }
         Ok(())
     }
@@ -246,16 +254,20 @@ impl Simulation {
             ))))?;
             harness.apply_change(&StateChange::SweepExpiredEntries)?;
             let open_clients = &self.open_clients;
-            let has_ended = |client| match client {
+            let has_client_ended = |client| match client {
                 SocketAddr::V4(client) => !open_clients.contains(&(*client.ip(), client.port())),
                 SocketAddr::V6(client) => !open_clients.contains(&(ipv6::ipv4_for_ipv6(*client.ip()), client.port())),
             };
-            let ended_entries: Vec<_> =
-                harness.model.connections().filter(|entry| has_ended(entry.client)).map(|entry| entry.index).collect();
+            let ended_entries: Vec<_> = harness
+                .model
+                .connections()
+                .filter(|entry| has_client_ended(entry.client))
+                .map(|entry| entry.index)
+                .collect();
             harness.apply_change(&StateChange::FreeEntries(ended_entries))?;
         }
         if self.now_ms < self.arrivals_end_ms() {
-            self.schedule_event(SWEEP_INTERVAL_MS, SimulationEvent::FreeEndedConnections(lb_index));
+            self.schedule_event(SWEEP_INTERVAL_MS, ConsistencyCheckEvent::FreeEndedConnections(lb_index));
         }
         Ok(())
     }
@@ -263,7 +275,7 @@ impl Simulation {
     fn schedule_server_updates(&mut self, server_index: usize, max_delay_ms: usize) {
         for lb_index in 0..self.load_balancers.len() {
             let delay_ms = self.rng.random_below(max_delay_ms) as u64;
-            self.schedule_event(delay_ms, SimulationEvent::LbReceivesServerUpdate(lb_index, server_index));
+            self.schedule_event(delay_ms, ConsistencyCheckEvent::LbReceivesServerUpdate(lb_index, server_index));
         }
     }
 
@@ -271,7 +283,7 @@ impl Simulation {
         let SimulatedLoadBalancer { harness, service_slot, is_running } = &mut self.load_balancers[lb_index];
         let server = &self.servers[server_index];
         if *is_running {
-            let new_server_state = (server.lifecycle != Lifecycle::Gone).then(|| model_server(server));
+            let new_server_state = (server.lifecycle != ServerLifecycle::Gone).then(|| to_model_server(server));
             harness.apply_change(&StateChange::SetServer(*service_slot, server.id, new_server_state))?;
         }
         Ok(())
@@ -283,7 +295,7 @@ impl Simulation {
         let idle_key_index = self.desired_state.cookie_keys.current_key_index.other_index().get();
         self.desired_state.cookie_keys.keys[idle_key_index] = CookieKey::random(&mut self.rng.0);
         self.schedule_key_updates();
-        self.schedule_event(KEY_SWITCH_DELAY_MS, SimulationEvent::SwitchKey);
+        self.schedule_event(KEY_SWITCH_DELAY_MS, ConsistencyCheckEvent::SwitchKey);
         Ok(())
     }
 
@@ -293,7 +305,7 @@ impl Simulation {
         self.schedule_key_updates();
         self.report.key_switches += 1;
         if self.now_ms < self.arrivals_end_ms() {
-            self.schedule_event(self.config.key_rotation_ms, SimulationEvent::DistributeNewKey);
+            self.schedule_event(self.config.key_rotation_ms, ConsistencyCheckEvent::DistributeNewKey);
         }
         Ok(())
     }
@@ -301,11 +313,11 @@ impl Simulation {
     fn schedule_key_updates(&mut self) {
         for lb_index in 0..self.load_balancers.len() {
             let delay_ms = self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::LbReceivesKeys(lb_index));
+            self.schedule_event(delay_ms, ConsistencyCheckEvent::LbReceivesKeys(lb_index));
         }
         for server_index in 0..self.servers.len() {
             let delay_ms = self.random_update_delay_ms() + self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::ServerReceivesKeys(server_index));
+            self.schedule_event(delay_ms, ConsistencyCheckEvent::ServerReceivesKeys(server_index));
         }
     }
 
@@ -328,13 +340,14 @@ impl Simulation {
         let ms_per_change = 60_000 / u64::from(self.config.changes_per_minute);
         let next_change_ms =
             self.report.change_count() * ms_per_change + self.rng.random_below(ms_per_change as usize) as u64;
-        self.schedule_event(next_change_ms.saturating_sub(self.now_ms), SimulationEvent::ChangeFleet);
+        self.schedule_event(next_change_ms.saturating_sub(self.now_ms), ConsistencyCheckEvent::ChangeFleet);
         Ok(())
     }
 
     /// Applies a random change to the fleet. Returns whether the chosen change was possible.
     fn try_random_change(&mut self) -> anyhow::Result<bool> {
-        let serving_server_count = self.servers.iter().filter(|server| server.lifecycle == Lifecycle::Serving).count();
+        let serving_server_count =
+            self.servers.iter().filter(|server| server.lifecycle == ServerLifecycle::Serving).count();
         match self.rng.random_below(20) {
             0..6 if serving_server_count < 2 * MEAN_SERVER_COUNT => {
                 let server_index = self.add_server();
@@ -353,8 +366,8 @@ impl Simulation {
     }
 
     fn drain_random_server(&mut self) -> bool {
-        let Some(server_index) = self.pick_random_server(Lifecycle::Serving) else { return false };
-        self.servers[server_index].lifecycle = Lifecycle::Draining;
+        let Some(server_index) = self.pick_random_server(ServerLifecycle::Serving) else { return false };
+        self.servers[server_index].lifecycle = ServerLifecycle::Draining;
         self.schedule_server_updates(server_index, MAX_UPDATE_DELAY_MS);
         self.rebuild_and_send_table();
         self.report.servers_drained += 1;
@@ -365,17 +378,17 @@ impl Simulation {
     /// Removes a draining server once it has no connections. It then rejects new connections that load balancers with
     /// an old table still send to it.
     pub(super) fn remove_if_drained(&mut self, server_index: usize) {
-        if self.servers[server_index].lifecycle == Lifecycle::Draining
+        if self.servers[server_index].lifecycle == ServerLifecycle::Draining
             && self.servers[server_index].connection_count == 0
         {
-            self.servers[server_index].lifecycle = Lifecycle::Gone;
+            self.servers[server_index].lifecycle = ServerLifecycle::Gone;
             self.schedule_server_updates(server_index, MAX_UPDATE_DELAY_MS);
         }
     }
 
     fn fail_random_server(&mut self) -> bool {
-        let Some(server_index) = self.pick_random_server(Lifecycle::Serving) else { return false };
-        self.servers[server_index].lifecycle = Lifecycle::Gone;
+        let Some(server_index) = self.pick_random_server(ServerLifecycle::Serving) else { return false };
+        self.servers[server_index].lifecycle = ServerLifecycle::Gone;
         self.report.servers_failed += 1;
         self.schedule_server_updates(server_index, MAX_DETECTION_DELAY_MS);
         self.rebuild_and_send_table();
@@ -383,7 +396,7 @@ impl Simulation {
     }
 
     fn change_random_server_health(&mut self) -> bool {
-        let Some(server_index) = self.pick_random_server(Lifecycle::Serving) else { return false };
+        let Some(server_index) = self.pick_random_server(ServerLifecycle::Serving) else { return false };
         let unhealthy_server_count = self.servers.iter().filter(|server| !server.is_healthy).count();
         self.servers[server_index].is_healthy =
             !self.servers[server_index].is_healthy || unhealthy_server_count > MEAN_SERVER_COUNT / 4;
@@ -395,12 +408,13 @@ impl Simulation {
 
     /// Removes the MAC address of a random server from one load balancer for a short time.
     fn remove_random_server_mac(&mut self) -> anyhow::Result<bool> {
-        let Some(server_index) = self.pick_random_server(Lifecycle::Serving) else { return Ok(false) };
+        let Some(server_index) = self.pick_random_server(ServerLifecycle::Serving) else { return Ok(false) };
         let lb_index = self.rng.random_below(self.load_balancers.len());
         let SimulatedLoadBalancer { harness, service_slot, is_running } = &mut self.load_balancers[lb_index];
         let is_change_applied = *is_running;
         if is_change_applied {
-            let server_without_mac = model::Server { mac: None, ..model_server(&self.servers[server_index]) };
+            let server_without_mac =
+                model::ServerMapEntry { mac: None, ..to_model_server(&self.servers[server_index]) };
             harness.apply_change(&StateChange::SetServer(
                 *service_slot,
                 self.servers[server_index].id,
@@ -408,7 +422,7 @@ impl Simulation {
             ))?;
             self.report.server_state_changes += 1;
             let delay_ms = 100 + self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::LbReceivesServerUpdate(lb_index, server_index));
+            self.schedule_event(delay_ms, ConsistencyCheckEvent::LbReceivesServerUpdate(lb_index, server_index));
         }
         Ok(is_change_applied)
     }
@@ -425,16 +439,19 @@ impl Simulation {
         self.schedule_owner_updates(lb_index, MAX_DETECTION_DELAY_MS);
         let downtime_ms = 2_000 + self.rng.random_below(20_000) as u64;
         self.report.load_balancers_restarted += 1;
-        self.schedule_event(downtime_ms, SimulationEvent::RestartLoadBalancer(lb_index));
+        self.schedule_event(downtime_ms, ConsistencyCheckEvent::RestartLoadBalancer(lb_index));
         true
     }
 }
 
-fn owner_number(lb_index: usize) -> TableOwnerNumber {
+fn table_owner_number(lb_index: usize) -> TableOwnerNumber {
     TableOwnerNumber::try_from(lb_index as u64).expect("at most 16 load balancers")
 }
 
 /// Returns a server's state as load balancers receive it in updates.
-fn model_server(server: &SimulatedServer) -> model::Server {
-    model::Server { mac: Some(server.mac), is_eligible: server.lifecycle == Lifecycle::Serving && server.is_healthy }
+fn to_model_server(server: &SimulatedServer) -> model::ServerMapEntry {
+    model::ServerMapEntry {
+        mac: Some(server.mac),
+        is_eligible: server.lifecycle == ServerLifecycle::Serving && server.is_healthy,
+    }
 }

@@ -23,27 +23,27 @@ use std::collections::{BinaryHeap, HashSet};
 use std::net::Ipv4Addr;
 
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceSettings};
-use coreward_model::forwarding::Forwarding;
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings};
+use coreward_model::forwarding::ForwardingMode;
 use coreward_model::lb::MacAddress;
 
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::Harness;
+use crate::harness::FuzzHarness;
 use crate::ipv6;
 use client::ClientConnection;
 use controller::DesiredState;
-pub use report::Report;
+pub use report::ConsistencyCheckReport;
 use server::SimulatedServer;
 
 /// Maximum time between two packets of a connection (ms).
 pub const MAX_IDLE_MS: u64 = 60_000;
 
 #[derive(Debug, Clone, Copy)]
-pub struct Config {
+pub struct ConsistencyCheckConfig {
     /// Number of connections, which are opened at a constant rate.
     pub connection_count: u32,
     /// Virtual time during which connections are opened (minutes).
-    pub minutes: u32,
+    pub arrival_minutes: u32,
     /// Number of changes per minute of virtual time. A server or load balancer joins or leaves, or health, addresses or
     /// tables change.
     pub changes_per_minute: u32,
@@ -52,24 +52,24 @@ pub struct Config {
     pub key_rotation_ms: u64,
     pub load_balancer_count: usize,
     /// Consistency mode of the service: stateless or stateful.
-    pub consistency: Consistency,
-    pub forwarding: Forwarding,
+    pub consistency: ConsistencyMode,
+    pub forwarding: ForwardingMode,
     pub has_ipv6_vip: bool,
     pub seed: u64,
     /// Whether the BPF programs run and are compared with their reference models.
     pub runs_bpf_program: bool,
 }
 
-impl Default for Config {
+impl Default for ConsistencyCheckConfig {
     fn default() -> Self {
         Self {
             connection_count: 1_000_000,
-            minutes: 10,
+            arrival_minutes: 10,
             changes_per_minute: 80,
             key_rotation_ms: 2 * MAX_IDLE_MS,
             load_balancer_count: 2,
-            consistency: Consistency::Stateless,
-            forwarding: Forwarding::L2,
+            consistency: ConsistencyMode::Stateless,
+            forwarding: ForwardingMode::L2,
             has_ipv6_vip: false,
             seed: 1,
             runs_bpf_program: true,
@@ -77,10 +77,10 @@ impl Default for Config {
     }
 }
 
-impl Config {
+impl ConsistencyCheckConfig {
     /// Returns the VIP and port of the only service. An IPv4 placeholder represents an IPv6 VIP.
     fn service_address(&self) -> (Ipv4Addr, u16) {
-        (if self.has_ipv6_vip { ipv6::IPV6_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
+        (if self.has_ipv6_vip { ipv6::IPV6_VIP_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
     }
 
     fn service_settings(&self) -> ServiceSettings {
@@ -90,7 +90,7 @@ impl Config {
 
 /// Event that happens at a scheduled time of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum SimulationEvent {
+enum ConsistencyCheckEvent {
     OpenConnection,
     /// The connection with this index sends its next packet.
     SendPacket(u32),
@@ -116,17 +116,17 @@ enum SimulationEvent {
 }
 
 struct SimulatedLoadBalancer {
-    harness: Harness,
+    harness: FuzzHarness,
     service_slot: usize,
     is_running: bool,
 }
 
-struct Simulation {
-    config: Config,
+struct ConsistencyCheck {
+    config: ConsistencyCheckConfig,
     rng: FuzzRng,
     /// Current virtual time (ms).
     now_ms: u64,
-    scheduled_events: BinaryHeap<Reverse<(u64, u64, SimulationEvent)>>,
+    scheduled_events: BinaryHeap<Reverse<(u64, u64, ConsistencyCheckEvent)>>,
     scheduled_event_count: u64,
     desired_state: DesiredState,
     servers: Vec<SimulatedServer>,
@@ -137,7 +137,7 @@ struct Simulation {
     open_clients: HashSet<(Ipv4Addr, u16)>,
     /// Addresses and ports of clients whose connections have ended, of which some are used again.
     ended_clients: Vec<(Ipv4Addr, u16)>,
-    report: Report,
+    report: ConsistencyCheckReport,
 }
 
 fn load_balancer_mac(lb_index: usize) -> MacAddress {
@@ -145,8 +145,8 @@ fn load_balancer_mac(lb_index: usize) -> MacAddress {
 }
 
 /// Runs a simulation. Fails when a BPF program and its reference model differ, or the kernel rejects an update.
-pub fn run(config: Config) -> anyhow::Result<Report> {
-    let mut simulation = Simulation::new(config)?;
+pub fn simulate_and_check_consistency(config: ConsistencyCheckConfig) -> anyhow::Result<ConsistencyCheckReport> {
+    let mut simulation = ConsistencyCheck::new(config)?;
     while let Some(Reverse((time_ms, _, event))) = simulation.scheduled_events.pop() {
         simulation.now_ms = time_ms;
         simulation.apply_event(event)?;
@@ -154,37 +154,37 @@ pub fn run(config: Config) -> anyhow::Result<Report> {
     Ok(simulation.report)
 }
 
-impl Simulation {
-    fn schedule_event(&mut self, delay_ms: u64, event: SimulationEvent) {
+impl ConsistencyCheck {
+    fn schedule_event(&mut self, delay_ms: u64, event: ConsistencyCheckEvent) {
         self.scheduled_event_count += 1;
         self.scheduled_events.push(Reverse((self.now_ms + delay_ms, self.scheduled_event_count, event)));
     }
 
     fn arrivals_end_ms(&self) -> u64 {
-        u64::from(self.config.minutes) * 60_000
+        u64::from(self.config.arrival_minutes) * 60_000
     }
 
-    fn apply_event(&mut self, event: SimulationEvent) -> anyhow::Result<()> {
+    fn apply_event(&mut self, event: ConsistencyCheckEvent) -> anyhow::Result<()> {
         match event {
-            SimulationEvent::OpenConnection => self.start_next_connection(),
-            SimulationEvent::SendPacket(connection_index) => self.send_next_packet(connection_index),
-            SimulationEvent::ChangeFleet => self.apply_random_change(),
-            SimulationEvent::LbReceivesServerUpdate(lb_index, server_index) => {
+            ConsistencyCheckEvent::OpenConnection => self.start_next_connection(),
+            ConsistencyCheckEvent::SendPacket(connection_index) => self.send_next_packet(connection_index),
+            ConsistencyCheckEvent::ChangeFleet => self.apply_random_change(),
+            ConsistencyCheckEvent::LbReceivesServerUpdate(lb_index, server_index) => {
                 self.receive_server_update(lb_index, server_index)
             }
-            SimulationEvent::LbReceivesTable(lb_index) => self.receive_table(lb_index),
-            SimulationEvent::LbReceivesKeys(lb_index) => self.receive_keys(lb_index),
-            SimulationEvent::ServerReceivesKeys(server_index) => {
-                self.servers[server_index].set_keys(self.desired_state.cookie_keys, self.now_ms);
+            ConsistencyCheckEvent::LbReceivesTable(lb_index) => self.receive_table(lb_index),
+            ConsistencyCheckEvent::LbReceivesKeys(lb_index) => self.receive_keys(lb_index),
+            ConsistencyCheckEvent::ServerReceivesKeys(server_index) => {
+                self.servers[server_index].replace_cookie_keys(self.desired_state.cookie_keys, self.now_ms);
                 Ok(())
             }
-            SimulationEvent::DistributeNewKey => self.distribute_new_key(),
-            SimulationEvent::SwitchKey => self.switch_key(),
-            SimulationEvent::RestartLoadBalancer(lb_index) => self.restart_with_empty_tables(lb_index),
-            SimulationEvent::LbReceivesOwnerUpdate(lb_index, owner_index) => {
+            ConsistencyCheckEvent::DistributeNewKey => self.distribute_new_key(),
+            ConsistencyCheckEvent::SwitchKey => self.switch_key(),
+            ConsistencyCheckEvent::RestartLoadBalancer(lb_index) => self.restart_with_empty_tables(lb_index),
+            ConsistencyCheckEvent::LbReceivesOwnerUpdate(lb_index, owner_index) => {
                 self.receive_owner_update(lb_index, owner_index)
             }
-            SimulationEvent::FreeEndedConnections(lb_index) => self.free_ended_connections(lb_index),
+            ConsistencyCheckEvent::FreeEndedConnections(lb_index) => self.free_ended_connections(lb_index),
         }
     }
 
@@ -197,6 +197,6 @@ impl Simulation {
             anyhow::bail!("load balancer {lb_index}, BPF program and reference model differ in {difference}");
         }
         self.report.packets_by_outcome[outcome.counter as usize] += 1;
-        Ok((outcome.counter, harness.model_frame().to_vec()))
+        Ok((outcome.counter, harness.last_model_frame().to_vec()))
     }
 }

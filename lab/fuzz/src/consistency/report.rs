@@ -6,7 +6,7 @@ use coreward_intf as intf;
 
 /// Counts of connections, packets and changes in one consistency check.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct ConsistencyCheckReport {
     pub connection_count: u64,
     /// Number of connections that were accepted by a server.
     pub established_connections: u64,
@@ -48,7 +48,7 @@ pub struct Report {
     pub table_count: u64,
 }
 
-impl Report {
+impl ConsistencyCheckReport {
     pub(super) fn new() -> Self {
         Self { packets_by_outcome: vec![0; intf::LB_COUNTER_COUNT as usize], ..Self::default() }
     }
@@ -68,7 +68,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ConsistencyCheckReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,

@@ -8,7 +8,7 @@ use coreward_model::{FourTuple, ServerId};
 use crate::harness::TIME_KEY;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Lifecycle {
+pub(super) enum ServerLifecycle {
     Serving,
     /// The server takes no new connections, and leaves the fleet when its last connection has ended.
     Draining,
@@ -19,7 +19,7 @@ pub(super) enum Lifecycle {
 pub(super) struct SimulatedServer {
     pub id: ServerId,
     pub mac: MacAddress,
-    pub lifecycle: Lifecycle,
+    pub lifecycle: ServerLifecycle,
     pub is_healthy: bool,
     pub connection_count: u32,
     /// Newest keys that this server has received.
@@ -43,7 +43,7 @@ pub(super) fn server_mac(server_index: usize) -> MacAddress {
     [2, 0, 1, 0, index_high_byte, index_low_byte]
 }
 
-pub(super) fn server_index(mac: &[u8]) -> Option<usize> {
+pub(super) fn server_index_from_mac(mac: &[u8]) -> Option<usize> {
     (mac[..4] == [2, 0, 1, 0]).then(|| usize::from(u16::from_be_bytes([mac[4], mac[5]])))
 }
 
@@ -60,7 +60,7 @@ impl SimulatedServer {
     }
 
     /// Replaces the keys. As in an agent, a new current key is first used for stamping one second later.
-    pub fn set_keys(&mut self, keys: FleetCookieKeys, now_ms: u64) {
+    pub fn replace_cookie_keys(&mut self, keys: FleetCookieKeys, now_ms: u64) {
         let switch_delay_ms = if keys.current_key_index == self.cookie_keys.current_key_index { 0 } else { 1_000 };
         self.key_switch_tsval = self.tsval_clock_ms(now_ms).wrapping_add(switch_delay_ms);
         self.cookie_keys = keys;

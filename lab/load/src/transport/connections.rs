@@ -15,7 +15,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use socket2::{Domain, Socket, Type};
 
-use super::{Answer, FlowSources, Transport, TransportErrorCounts, Worker};
+use super::{AnsweringWorker, FlowSources, RequestTransport, TransportAnswer, TransportErrorCounts};
 use crate::event_loop::{Epoll, ReadyEvent, now_ns};
 use crate::receive::TimestampedReceiver;
 use crate::workload::RequestParameters;
@@ -28,11 +28,11 @@ const RETRY_DELAY_NS: u64 = 100_000_000;
 
 /// Response to a request, as the protocol reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Reply {
+pub struct ConnectionReply {
     /// Id of the request, or `None` if the protocol has no ids.
-    pub id: Option<u32>,
+    pub request_id: Option<u32>,
     /// Worker that answered, or `None` if the protocol does not report it.
-    pub worker: Option<Worker>,
+    pub worker: Option<AnsweringWorker>,
     /// Whether the server reports that the request failed.
     pub is_failure: bool,
     /// Whether the server will close the connection after this reply.
@@ -44,9 +44,9 @@ pub struct Reply {
 pub struct MalformedResponse;
 
 /// Protocol of a connection on which responses arrive in the order of the requests.
-pub trait Protocol {
+pub trait ConnectionProtocol {
     /// Parser state of one connection, which cuts received bytes into replies.
-    type Reader: Default + std::fmt::Debug;
+    type ReplyReader: Default + std::fmt::Debug;
     /// Whether a request may be sent while an earlier one is unanswered.
     const ALLOWS_PIPELINING: bool;
 
@@ -55,14 +55,14 @@ pub trait Protocol {
 
     /// Parses received bytes, and calls `on_reply` with every complete reply. Fails when the bytes are not a response.
     fn read_replies(
-        reader: &mut Self::Reader,
+        reader: &mut Self::ReplyReader,
         bytes: &[u8],
-        on_reply: &mut dyn FnMut(Reply),
+        on_reply: &mut dyn FnMut(ConnectionReply),
     ) -> Result<(), MalformedResponse>;
 }
 
 #[derive(Debug)]
-struct Connection<R> {
+struct PooledConnection<R> {
     stream: TcpStream,
     /// Whether the connection is established.
     is_open: bool,
@@ -77,19 +77,19 @@ struct Connection<R> {
 #[derive(Debug)]
 struct WaitingRequest {
     parameters: RequestParameters,
-    id: u32,
+    request_id: u32,
     deadline_ns: u64,
 }
 
 /// Pool of persistent connections that use protocol `P`.
 #[derive(Debug)]
-pub struct ConnectionPool<P: Protocol> {
+pub struct ConnectionPool<P: ConnectionProtocol> {
     protocol: P,
     target_address: SocketAddr,
     flow_sources: FlowSources,
     epoll: Epoll,
     /// Connections by flow, with `None` between two attempts to open one.
-    connections: Vec<Option<Connection<P::Reader>>>,
+    connections: Vec<Option<PooledConnection<P::ReplyReader>>>,
     /// Indices of open connections without a request. The list is unused if the protocol allows pipelining.
     free_connection_indices: Vec<usize>,
     waiting_requests: VecDeque<WaitingRequest>,
@@ -102,7 +102,7 @@ pub struct ConnectionPool<P: Protocol> {
     errors: TransportErrorCounts,
 }
 
-impl<P: Protocol> ConnectionPool<P> {
+impl<P: ConnectionProtocol> ConnectionPool<P> {
     /// Opens one connection per flow. Fails when a source address cannot be bound, or the target has no listener.
     pub fn open(protocol: P, target: SocketAddr, sources: FlowSources, seed: u64) -> anyhow::Result<Self> {
         let mut pool = Self {
@@ -148,8 +148,8 @@ impl<P: Protocol> ConnectionPool<P> {
         // data.
         let epoll_flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
         self.epoll.add(stream.as_fd(), index as u64, epoll_flags)?;
-        let (unsent_bytes, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
-        self.connections[index] = Some(Connection {
+        let (unsent_bytes, pending, reader) = (Vec::new(), VecDeque::new(), P::ReplyReader::default());
+        self.connections[index] = Some(PooledConnection {
             stream,
             is_open,
             unsent_bytes,
@@ -191,7 +191,7 @@ impl<P: Protocol> ConnectionPool<P> {
         while let Some(waiting_request) = self.waiting_requests.pop_front() {
             // A request whose deadline has passed counts as lost.
             if waiting_request.deadline_ns > now_ns {
-                return self.send_on_connection(index, &waiting_request.parameters, waiting_request.id);
+                return self.send_on_connection(index, &waiting_request.parameters, waiting_request.request_id);
             }
         }
         self.free_connection_indices.push(index);
@@ -222,7 +222,7 @@ impl<P: Protocol> ConnectionPool<P> {
         }
     }
 
-    fn handle_event(&mut self, index: usize, event: ReadyEvent, answers: &mut Vec<Answer>) {
+    fn handle_event(&mut self, index: usize, event: ReadyEvent, answers: &mut Vec<TransportAnswer>) {
         let Some(connection) = &mut self.connections[index] else { return };
         if event.has_flags(libc::EPOLLERR) && !matches!(connection.stream.take_error(), Ok(None)) {
             return self.count_and_retry_broken_connection(index);
@@ -254,7 +254,7 @@ impl<P: Protocol> ConnectionPool<P> {
 
     /// Reads all available bytes of a connection. A short read means that the socket is empty (epoll(7), question 9),
     /// unless the end of the stream follows the data.
-    fn read_connection(&mut self, index: usize, has_ended: bool, answers: &mut Vec<Answer>) {
+    fn read_connection(&mut self, index: usize, has_ended: bool, answers: &mut Vec<TransportAnswer>) {
         loop {
             let Some(connection) = &mut self.connections[index] else { return };
             let received_bytes = match self.receiver.receive(&connection.stream, &mut self.receive_buffer) {
@@ -262,7 +262,7 @@ impl<P: Protocol> ConnectionPool<P> {
                 Err(_) => return self.count_and_retry_broken_connection(index),
                 Ok(received) => received,
             };
-            let bytes = &self.receive_buffer[..received_bytes.length];
+            let bytes = &self.receive_buffer[..received_bytes.received_byte_count];
             if bytes.is_empty() {
                 return self.replace_closed_connection(index);
             }
@@ -287,16 +287,16 @@ impl<P: Protocol> ConnectionPool<P> {
             if had_pending_requests && connection.pending_ids.is_empty() {
                 self.send_waiting_or_free_connection(index);
             }
-            if !has_ended && received_bytes.length < self.receive_buffer.len() {
+            if !has_ended && received_bytes.received_byte_count < self.receive_buffer.len() {
                 return;
             }
         }
     }
 }
 
-type ParseReplies<R> = fn(&mut R, &[u8], &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
+type ParseRepliesFn<R> = fn(&mut R, &[u8], &mut dyn FnMut(ConnectionReply)) -> Result<(), MalformedResponse>;
 
-impl<R> Connection<R> {
+impl<R> PooledConnection<R> {
     fn flush(&mut self) -> io::Result<()> {
         while !self.unsent_bytes.is_empty() {
             match self.stream.write(&self.unsent_bytes) {
@@ -315,15 +315,20 @@ impl<R> Connection<R> {
         bytes: &[u8],
         arrived_ns: u64,
         failed_response_count: &mut u64,
-        answers: &mut Vec<Answer>,
-        parse_replies: ParseReplies<R>,
+        answers: &mut Vec<TransportAnswer>,
+        parse_replies: ParseRepliesFn<R>,
     ) -> Result<(), MalformedResponse> {
         let (pending_ids, is_closing, mut is_in_order) = (&mut self.pending_ids, &mut self.is_closing, true);
         parse_replies(&mut self.reply_reader, bytes, &mut |reply| match pending_ids.pop_front() {
-            Some(id) if reply.id.is_none_or(|reply_id| reply_id == id) => {
+            Some(id) if reply.request_id.is_none_or(|reply_id| reply_id == id) => {
                 *failed_response_count += u64::from(reply.is_failure);
                 *is_closing |= reply.closes_connection;
-                answers.push(Answer { id, part_index_and_count: (0, 1), arrived_ns, worker: reply.worker });
+                answers.push(TransportAnswer {
+                    request_id: id,
+                    part_index_and_count: (0, 1),
+                    arrived_ns,
+                    worker: reply.worker,
+                });
             }
             _ => is_in_order = false,
         })?;
@@ -331,21 +336,25 @@ impl<R> Connection<R> {
     }
 }
 
-impl<P: Protocol> Transport for ConnectionPool<P> {
+impl<P: ConnectionProtocol> RequestTransport for ConnectionPool<P> {
     fn send(&mut self, parameters: &RequestParameters, id: u32, deadline_ns: u64) {
         if P::ALLOWS_PIPELINING {
             let connection_index = uniform_below(&mut self.rng, self.connections.len() as u32) as usize;
             return self.send_on_connection(connection_index, parameters, id);
         }
         if self.free_connection_indices.is_empty() {
-            return self.waiting_requests.push_back(WaitingRequest { parameters: *parameters, id, deadline_ns });
+            return self.waiting_requests.push_back(WaitingRequest {
+                parameters: *parameters,
+                request_id: id,
+                deadline_ns,
+            });
         }
         let free_index = uniform_below(&mut self.rng, self.free_connection_indices.len() as u32) as usize;
         let index = self.free_connection_indices.swap_remove(free_index);
         self.send_on_connection(index, parameters, id);
     }
 
-    fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {
+    fn receive(&mut self, until_ns: u64, answers: &mut Vec<TransportAnswer>) -> io::Result<()> {
         let next_retry_ns = self.scheduled_retries.front().map_or(u64::MAX, |(at_ns, _)| *at_ns);
         let mut ready_events = std::mem::take(&mut self.event_buffer);
         ready_events.extend(self.epoll.wait(Some(until_ns.min(next_retry_ns)))?);

@@ -8,10 +8,10 @@ mod udp;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-pub use connections::{ConnectionPool, MalformedResponse, Protocol, Reply};
+pub use connections::{ConnectionPool, ConnectionProtocol, ConnectionReply, MalformedResponse};
 pub use http::HttpGetClient;
 pub use tcp::PacedProtocol;
-pub use udp::{DatagramProtocol, KeyValueSettings, UdpTransport};
+pub use udp::{DatagramProtocol, KeyValueRequestSettings, UdpTransport};
 
 use crate::workload::RequestParameters;
 
@@ -23,7 +23,7 @@ pub struct FlowSources {
     /// Number of flows, each of which has its own source port.
     pub flow_count: u16,
     /// Source port of the first flow, which the ports of the other flows follow. `None` lets the kernel choose.
-    pub first_port: Option<u16>,
+    pub first_source_port: Option<u16>,
 }
 
 impl FlowSources {
@@ -37,24 +37,24 @@ impl FlowSources {
             .get(usize::from(index) % self.addresses.len().max(1))
             .copied()
             .unwrap_or(unspecified_address);
-        SocketAddr::new(address, self.first_port.map_or(0, |first_port| first_port + index))
+        SocketAddr::new(address, self.first_source_port.map_or(0, |first_port| first_port + index))
     }
 }
 
 /// Response to a request, or one of its parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Answer {
-    pub id: u32,
+pub struct TransportAnswer {
+    pub request_id: u32,
     pub part_index_and_count: (u8, u8),
     /// Time when the kernel received the response (CLOCK_MONOTONIC, ns).
     pub arrived_ns: u64,
     /// Worker that answered, or `None` if the protocol does not report it.
-    pub worker: Option<Worker>,
+    pub worker: Option<AnsweringWorker>,
 }
 
 /// Worker that answered a request, given by its server's number (0 if the target is one server) and its own number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
-pub struct Worker {
+pub struct AnsweringWorker {
     pub server: u8,
     pub worker: u16,
 }
@@ -75,14 +75,14 @@ pub struct TransportErrorCounts {
 }
 
 /// Transport that sends requests and receives their responses.
-pub trait Transport {
+pub trait RequestTransport {
     /// Sends a request, or queues it until a connection is free or `deadline_ns` has passed. A request that cannot be
     /// sent is counted as an error and stays unanswered.
     fn send(&mut self, parameters: &RequestParameters, id: u32, deadline_ns: u64);
 
     /// Waits for responses until the time `until_ns` of [`crate::event_loop::now_ns`], and adds them to `answers`.
     /// Fails when the wait fails, or the transport fails permanently.
-    fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()>;
+    fn receive(&mut self, until_ns: u64, answers: &mut Vec<TransportAnswer>) -> io::Result<()>;
 
     fn error_counts(&self) -> TransportErrorCounts;
 }
@@ -93,24 +93,28 @@ mod tests {
 
     use super::*;
     use crate::event_loop::now_ns;
-    use crate::key_value::{self, ResponseStatus, ResponseWriter};
+    use crate::key_value::{self, KeyValueResponseStatus, KeyValueResponseWriter};
     use crate::request_type::RequestType;
 
-    const TWO_FLOW_SOURCES: FlowSources = FlowSources { addresses: Vec::new(), flow_count: 2, first_port: None };
+    const TWO_FLOW_SOURCES: FlowSources = FlowSources { addresses: Vec::new(), flow_count: 2, first_source_port: None };
     const RECEIVE_TIMEOUT_NS: u64 = 30_000_000_000;
 
     #[test]
     fn udp_transport_exchanges_requests_with_an_ipv6_target() {
         let server = UdpSocket::bind("[::1]:0").unwrap();
-        let key_value_protocol = DatagramProtocol::KeyValue(KeyValueSettings { key_count: 1, value_bytes: 0 });
+        let key_value_protocol = DatagramProtocol::KeyValue(KeyValueRequestSettings { key_count: 1, value_bytes: 0 });
         let mut transport =
             UdpTransport::open(server.local_addr().unwrap(), &TWO_FLOW_SOURCES, key_value_protocol, 1).unwrap();
         let parameters = RequestParameters { class_index: 0, request_type: RequestType::GET, service_ns: 0 };
         transport.send(&parameters, 7, now_ns() + RECEIVE_TIMEOUT_NS);
         let mut datagram = [0; 100];
         let (length, client) = server.recv_from(&mut datagram).unwrap();
-        let mut response = ResponseWriter::default();
-        response.begin_response(&key_value::Request::parse(&datagram[..length]).unwrap(), ResponseStatus::Done, 3);
+        let mut response = KeyValueResponseWriter::default();
+        response.begin_response(
+            &key_value::KeyValueRequest::parse(&datagram[..length]).unwrap(),
+            KeyValueResponseStatus::Done,
+            3,
+        );
         response
             .finish_response()
             .for_each(|datagram| assert_eq!(server.send_to(datagram, client).unwrap(), datagram.len()));
@@ -118,7 +122,7 @@ mod tests {
         while answers.is_empty() {
             transport.receive(now_ns() + RECEIVE_TIMEOUT_NS, &mut answers).unwrap();
         }
-        assert_eq!((answers[0].id, answers[0].worker), (7, Some(Worker { server: 0, worker: 3 })));
+        assert_eq!((answers[0].request_id, answers[0].worker), (7, Some(AnsweringWorker { server: 0, worker: 3 })));
     }
 
     #[test]

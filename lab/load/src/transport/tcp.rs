@@ -2,17 +2,17 @@
 
 use zerocopy::IntoBytes as _;
 
-use super::Worker;
-use super::connections::{MalformedResponse, Protocol, Reply};
-use crate::paced::{MessageBuffer, PacedRequest, PacedResponse};
+use super::AnsweringWorker;
+use super::connections::{ConnectionProtocol, ConnectionReply, MalformedResponse};
+use crate::paced::{PacedMessageBuffer, PacedRequest, PacedResponse};
 use crate::workload::RequestParameters;
 
 /// Protocol of [`crate::paced`], in which each request contains its service time.
 #[derive(Debug, Clone, Copy)]
 pub struct PacedProtocol;
 
-impl Protocol for PacedProtocol {
-    type Reader = MessageBuffer;
+impl ConnectionProtocol for PacedProtocol {
+    type ReplyReader = PacedMessageBuffer;
     const ALLOWS_PIPELINING: bool = true;
 
     fn write_request(&self, parameters: &RequestParameters, id: u32, output: &mut Vec<u8>) {
@@ -21,13 +21,13 @@ impl Protocol for PacedProtocol {
     }
 
     fn read_replies(
-        reader: &mut MessageBuffer,
+        reader: &mut PacedMessageBuffer,
         bytes: &[u8],
-        on_reply: &mut dyn FnMut(Reply),
+        on_reply: &mut dyn FnMut(ConnectionReply),
     ) -> Result<(), MalformedResponse> {
         reader.for_each_message(bytes, |response: PacedResponse| {
-            let worker = Some(Worker { server: response.server_number, worker: response.core_number.into() });
-            on_reply(Reply { id: Some(response.id.get()), worker, ..Reply::default() });
+            let worker = Some(AnsweringWorker { server: response.server_number, worker: response.core_number.into() });
+            on_reply(ConnectionReply { request_id: Some(response.id.get()), worker, ..ConnectionReply::default() });
         });
         Ok(())
     }

@@ -9,10 +9,10 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use zerocopy::FromBytes as _;
 
-use super::{Answer, FlowSources, Transport, TransportErrorCounts, Worker};
+use super::{AnsweringWorker, FlowSources, RequestTransport, TransportAnswer, TransportErrorCounts};
 use crate::dns::{self, DnsQuery};
 use crate::event_loop::Epoll;
-use crate::key_value::{Request, ResponseHeader, ResponseStatus, key_name};
+use crate::key_value::{KeyValueRequest, KeyValueResponseHeader, KeyValueResponseStatus, key_name};
 use crate::receive::TimestampedReceiver;
 use crate::request_type::RequestType;
 use crate::workload::RequestParameters;
@@ -24,7 +24,7 @@ const RNG_STREAM_FLOWS: u64 = 0x6c6f_6102;
 
 /// Settings of the keys and values in key-value requests.
 #[derive(Debug, Clone, Copy)]
-pub struct KeyValueSettings {
+pub struct KeyValueRequestSettings {
     /// Number of different keys.
     pub key_count: u32,
     /// Length of the values that PUT requests write (bytes).
@@ -33,7 +33,7 @@ pub struct KeyValueSettings {
 
 #[derive(Debug)]
 pub enum DatagramProtocol {
-    KeyValue(KeyValueSettings),
+    KeyValue(KeyValueRequestSettings),
     /// DNS queries, one for each class of the workload.
     Dns(Vec<DnsQuery>),
 }
@@ -104,9 +104,9 @@ impl UdpTransport {
             Some(_) => String::new(),
         };
         let value: &[u8] = if parameters.request_type == RequestType::PUT { &self.put_value } else { &[] };
-        let request = Request {
+        let request = KeyValueRequest {
             request_type: parameters.request_type,
-            id,
+            request_id: id,
             service_ns: parameters.service_ns,
             key: key_text.as_bytes(),
             value,
@@ -115,15 +115,15 @@ impl UdpTransport {
     }
 
     /// Parses the datagram in the receive buffer as a response, or returns `None` for other datagrams.
-    fn parse_answer(&mut self, length: usize, arrived_ns: u64) -> Option<Answer> {
+    fn parse_answer(&mut self, length: usize, arrived_ns: u64) -> Option<TransportAnswer> {
         let datagram = &self.receive_buffer[..length];
         match &self.protocol {
             DatagramProtocol::KeyValue(_) => {
-                let (response_header, _) = ResponseHeader::read_from_prefix(datagram).ok()?;
-                self.errors.failed += u64::from(response_header.status_code == ResponseStatus::StoreFull as u8);
-                let worker = Some(Worker { server: 0, worker: response_header.worker_index.get() });
-                Some(Answer {
-                    id: response_header.id.get(),
+                let (response_header, _) = KeyValueResponseHeader::read_from_prefix(datagram).ok()?;
+                self.errors.failed += u64::from(response_header.status_code == KeyValueResponseStatus::StoreFull as u8);
+                let worker = Some(AnsweringWorker { server: 0, worker: response_header.worker_index.get() });
+                Some(TransportAnswer {
+                    request_id: response_header.id.get(),
                     part_index_and_count: (response_header.part_index, response_header.part_count),
                     arrived_ns,
                     worker,
@@ -137,7 +137,7 @@ impl UdpTransport {
                 let request_id = self
                     .last_request_id
                     .wrapping_sub(u32::from((self.last_request_id as u16).wrapping_sub(low_id_bits)));
-                Some(Answer { id: request_id, part_index_and_count: (0, 1), arrived_ns, worker: None })
+                Some(TransportAnswer { request_id, part_index_and_count: (0, 1), arrived_ns, worker: None })
             }
         }
     }
@@ -154,7 +154,7 @@ impl UdpTransport {
     }
 }
 
-impl Transport for UdpTransport {
+impl RequestTransport for UdpTransport {
     fn send(&mut self, parameters: &RequestParameters, id: u32, _deadline_ns: u64) {
         self.write_request(parameters, id);
         let socket_index = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
@@ -167,7 +167,7 @@ impl Transport for UdpTransport {
         }
     }
 
-    fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {
+    fn receive(&mut self, until_ns: u64, answers: &mut Vec<TransportAnswer>) -> io::Result<()> {
         let ready_events: Vec<_> = self.epoll.wait(Some(until_ns))?.collect();
         for event in ready_events {
             // One read per event suffices, because epoll reports a socket with further datagrams again.
@@ -179,7 +179,7 @@ impl Transport for UdpTransport {
                         continue;
                     }
                 };
-            match self.parse_answer(received_bytes.length, received_bytes.arrived_ns) {
+            match self.parse_answer(received_bytes.received_byte_count, received_bytes.arrived_ns) {
                 Some(answer) => answers.push(answer),
                 None => self.errors.malformed += 1,
             }

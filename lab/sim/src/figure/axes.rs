@@ -43,22 +43,22 @@ pub enum SweepAxis {
 /// Result of a run that a panel can show on its vertical axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Metric {
+pub enum FigureMetric {
     /// 99th percentile of the latency of all requests, in short service times.
     P99,
-    /// [`Metric::P99`] of the shortest class of requests only.
+    /// [`FigureMetric::P99`] of the shortest class of requests only.
     ShortP99,
-    /// [`Metric::P99`] of the longest class of requests only.
+    /// [`FigureMetric::P99`] of the longest class of requests only.
     LongP99,
     /// Mean latency of all requests, in short service times.
     Mean,
     /// Highest load at which the p99 latency is within the SLO.
     PeakLoad,
-    /// [`Metric::PeakLoad`] as the number of requests that all cores together complete per short service time.
+    /// [`FigureMetric::PeakLoad`] as the number of requests that all cores together complete per short service time.
     PeakThroughput,
     /// Population variance of the servers' packet counts, each divided by their mean, in windows of 1 s (%).
     ServerVariancePct,
-    /// [`Metric::ServerVariancePct`], computed for cores instead of servers.
+    /// [`FigureMetric::ServerVariancePct`], computed for cores instead of servers.
     CoreVariancePct,
     /// Percentage of packets that were not dropped at a full queue.
     ServedPct,

@@ -4,7 +4,7 @@ use coreward_config::Spanned;
 use serde::{Deserialize, Serialize};
 
 use super::point::is_same_x;
-use super::table::{Cell, Curve, FigureTable, PanelTable};
+use super::table::{CurveCell, FigureCurve, FigureTable, PanelTable};
 
 /// Statement of a paper, and the check that decides whether it holds for a value, a ratio of two values, or an order.
 #[derive(Debug, Clone, Deserialize)]
@@ -13,11 +13,11 @@ pub struct Assertion {
     /// Statement of the paper, in its own words or close to them.
     pub statement: Spanned<String>,
     pub published: Option<f64>,
-    pub value: Option<Quantity>,
+    pub value: Option<FigureQuantity>,
     /// Ratio to check, instead of `value`.
-    pub ratio: Option<Ratio>,
+    pub ratio: Option<QuantityRatio>,
     /// Order of several series to check, instead of `value`.
-    pub ascending: Option<Ascending>,
+    pub ascending: Option<AscendingSeriesClaim>,
     /// Lower bound that all checked values must meet.
     pub at_least: Option<f64>,
     /// Upper bound that all checked values must meet.
@@ -27,21 +27,21 @@ pub struct Assertion {
 /// Quotient of two quantities, computed point by point if they have several values.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Ratio {
+pub struct QuantityRatio {
     /// Dividend of the ratio.
-    pub of: Quantity,
+    pub of: FigureQuantity,
     /// Divisor of the ratio, which has one value or as many values as the dividend.
-    pub to: Quantity,
+    pub to: FigureQuantity,
     /// Second ratio, by which this one is divided before the check, for instance to show that a gap grows.
-    pub than: Option<Box<Ratio>>,
+    pub than: Option<Box<QuantityRatio>>,
     /// Function that reduces several quotients to one. All quotients are checked if absent.
-    pub take: Option<Reduction>,
+    pub take: Option<ValueReduction>,
 }
 
 /// Values from the figure's table. Unless restricted by the fields, they come from all points of all panels.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Quantity {
+pub struct FigureQuantity {
     pub panel: Option<Spanned<String>>,
     pub series: Option<Spanned<String>>,
     #[serde(default)]
@@ -58,13 +58,13 @@ pub struct Quantity {
     /// height.
     pub reaches: Option<f64>,
     /// Function that reduces several values to one. All values are used if absent.
-    pub take: Option<Reduction>,
+    pub take: Option<ValueReduction>,
 }
 
 /// Function that reduces several values to one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Reduction {
+pub enum ValueReduction {
     Least,
     Greatest,
     Mean,
@@ -73,7 +73,7 @@ pub enum Reduction {
 /// Claim that the values of the listed series ascend in this order, at every selected x.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Ascending {
+pub struct AscendingSeriesClaim {
     /// Labels of the series, beginning with the one that has the lowest values.
     pub series: Vec<Spanned<String>>,
     pub panel: Option<Spanned<String>>,
@@ -87,7 +87,7 @@ pub struct Ascending {
 
 /// Result of checking a claim on a figure's table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Verdict {
+pub struct ClaimVerdict {
     pub statement: String,
     pub holds: bool,
     /// Minimum and maximum of the checked values (medians over the seeds). Absent if there is no such value, for
@@ -110,7 +110,7 @@ enum CellValueSelector {
 }
 
 impl CellValueSelector {
-    fn value_of_cell(self, cell: &Cell) -> Option<f64> {
+    fn select_cell_value(self, cell: &CurveCell) -> Option<f64> {
         match self {
             Self::Median => Some(cell.spread.median),
             Self::Seed(seed) => cell.seeds.get(seed).copied(),
@@ -119,16 +119,16 @@ impl CellValueSelector {
 }
 
 impl Assertion {
-    pub fn evaluate(&self, table: &FigureTable) -> Verdict {
+    pub fn evaluate(&self, table: &FigureTable) -> ClaimVerdict {
         let median_values = self.checked_values(table, CellValueSelector::Median).filter(|values| !values.is_empty());
         let seed_values = (0..table.seeds as usize)
             .filter_map(|seed| self.checked_values(table, CellValueSelector::Seed(seed)))
             .flatten();
-        let (lower_bound, upper_bound) = self.bounds();
+        let (lower_bound, upper_bound) = self.allowed_value_range();
         let holds = median_values
             .as_ref()
             .is_some_and(|values| values.iter().all(|value| (lower_bound..=upper_bound).contains(value)));
-        Verdict {
+        ClaimVerdict {
             statement: self.statement.get_ref().clone(),
             holds,
             measured: median_values.as_deref().and_then(min_and_max),
@@ -141,7 +141,7 @@ impl Assertion {
 
     /// Returns the least and greatest allowed value. If series must ascend, each may by default not be below the one
     /// before it.
-    fn bounds(&self) -> (f64, f64) {
+    fn allowed_value_range(&self) -> (f64, f64) {
         let default_minimum = if self.ascending.is_some() { 1.0 } else { f64::NEG_INFINITY };
         (self.at_least.unwrap_or(default_minimum), self.at_most.unwrap_or(f64::INFINITY))
     }
@@ -173,7 +173,7 @@ impl Assertion {
     }
 }
 
-impl Ratio {
+impl QuantityRatio {
     fn quotients(&self, table: &FigureTable, selector: CellValueSelector) -> Option<Vec<f64>> {
         let (dividends, divisors) = (self.of.values(table, selector)?, self.to.values(table, selector)?);
         let quotients: Vec<f64> = match divisors[..] {
@@ -194,13 +194,13 @@ impl Ratio {
     }
 
     /// Returns all quantities that occur in the ratio and in its nested ratio.
-    pub fn quantities(&self) -> Vec<&Quantity> {
-        let nested_quantities = self.than.as_deref().map(Ratio::quantities).unwrap_or_default();
+    pub fn quantities(&self) -> Vec<&FigureQuantity> {
+        let nested_quantities = self.than.as_deref().map(QuantityRatio::quantities).unwrap_or_default();
         [&self.of, &self.to].into_iter().chain(nested_quantities).collect()
     }
 }
 
-impl Ascending {
+impl AscendingSeriesClaim {
     /// Returns, at every point, the value of each series divided by the value of the series before it.
     fn neighbour_quotients(&self, table: &FigureTable, selector: CellValueSelector) -> Option<Vec<f64>> {
         let curve_values: Option<Vec<Vec<f64>>> =
@@ -215,8 +215,8 @@ impl Ascending {
         Some(quotients.collect())
     }
 
-    fn series_quantity(&self, label: &Spanned<String>) -> Quantity {
-        Quantity {
+    fn series_quantity(&self, label: &Spanned<String>) -> FigureQuantity {
+        FigureQuantity {
             panel: self.panel.clone(),
             series: Some(label.clone()),
             least_of: Vec::new(),
@@ -230,7 +230,7 @@ impl Ascending {
     }
 }
 
-impl Quantity {
+impl FigureQuantity {
     pub fn series_labels(&self) -> impl Iterator<Item = &Spanned<String>> {
         self.series.iter().chain(&self.least_of).chain(&self.greatest_of)
     }
@@ -263,14 +263,14 @@ impl Quantity {
             .or(Some(Vec::new()))
     }
 
-    fn curve_values(&self, curve: &Curve, selector: CellValueSelector) -> Option<Vec<f64>> {
+    fn curve_values(&self, curve: &FigureCurve, selector: CellValueSelector) -> Option<Vec<f64>> {
         if let Some(height) = self.reaches {
             let points: Option<Vec<(f64, f64)>> =
-                curve.cells.iter().map(|cell| Some((cell.x, selector.value_of_cell(cell)?))).collect();
+                curve.cells.iter().map(|cell| Some((cell.x, selector.select_cell_value(cell)?))).collect();
             return first_crossing_x(&points?, height).map(|x| vec![x]);
         }
         let used_cells = curve.cells.iter().filter(|cell| self.uses_x(cell.x));
-        used_cells.map(|cell| selector.value_of_cell(cell)).collect()
+        used_cells.map(|cell| selector.select_cell_value(cell)).collect()
     }
 
     fn uses_x(&self, x: f64) -> bool {
@@ -281,12 +281,12 @@ impl Quantity {
     }
 }
 
-fn reduce_values(values: Vec<f64>, reduction: Option<Reduction>) -> Vec<f64> {
+fn reduce_values(values: Vec<f64>, reduction: Option<ValueReduction>) -> Vec<f64> {
     let reduced_value = match reduction {
         None => return values,
-        Some(Reduction::Least) => values.into_iter().reduce(f64::min),
-        Some(Reduction::Greatest) => values.into_iter().reduce(f64::max),
-        Some(Reduction::Mean) => coreward_model::statistics::mean(&values),
+        Some(ValueReduction::Least) => values.into_iter().reduce(f64::min),
+        Some(ValueReduction::Greatest) => values.into_iter().reduce(f64::max),
+        Some(ValueReduction::Mean) => coreward_model::statistics::mean(&values),
     };
     reduced_value.into_iter().collect()
 }

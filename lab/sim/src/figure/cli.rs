@@ -11,12 +11,12 @@ use anyhow::Context;
 
 use super::library;
 use super::live::LiveFigure;
-use super::result::{FigureResult, Provenance};
-use super::scenario::Scenario;
-use crate::output::{Format, format_csv};
-use output::OutputDirectory;
-use overrides::Overrides;
-use session::Session;
+use super::result::{FigureProvenance, FigureResult};
+use super::scenario::FigureScenario;
+use crate::output::{ResultFormat, format_csv};
+use output::FigureOutputDirectory;
+use overrides::LiveFigureOverrides;
+use session::FigureSession;
 
 /// Arguments of `coreward-lab figure`.
 #[derive(Debug, clap::Args)]
@@ -38,17 +38,17 @@ pub struct FigureArgs {
     #[arg(long, value_name = "DIR", required_if_eq("all", "true"))]
     out: Option<PathBuf>,
     /// Format of each figure on standard output, without --out
-    #[arg(long, value_enum, default_value_t = Format::Text, conflicts_with = "out")]
-    format: Format,
+    #[arg(long, value_enum, default_value_t = ResultFormat::Text, conflicts_with = "out")]
+    format: ResultFormat,
     #[command(flatten)]
-    overrides: Overrides,
+    overrides: LiveFigureOverrides,
 }
 
 /// Figure that the user requested, with the scenario and, if it is a live figure, the measurement that produces it.
 struct RequestedFigure {
     name: String,
-    scenario: Scenario,
-    provenance: Provenance,
+    scenario: FigureScenario,
+    provenance: FigureProvenance,
     /// Measurement that produces the figure, or `None` if the figure is simulated.
     live_figure: Option<LiveFigure>,
 }
@@ -62,10 +62,11 @@ pub fn run(args: FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<()> 
         return list_figures(args.format, live_figures);
     }
     let figures = load_requested_figures(&args, live_figures)?;
-    let open_directory = |path| OutputDirectory::open(path, library::simulated_and_live_figures(live_figures));
-    let output_directory = args.out.as_deref().map(open_directory).transpose()?;
-    let session = Session::begin()?;
-    let mut finished_figures: Vec<(FigureResult, Scenario)> = Vec::new();
+    let open_output_directory =
+        |path| FigureOutputDirectory::open(path, library::simulated_and_live_figures(live_figures));
+    let output_directory = args.out.as_deref().map(open_output_directory).transpose()?;
+    let session = FigureSession::begin()?;
+    let mut finished_figures: Vec<(FigureResult, FigureScenario)> = Vec::new();
     for figure in figures {
         let result = session.run_figure(&figure)?;
         finished_figures.push((result, figure.scenario));
@@ -95,7 +96,7 @@ fn load_requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> any
     };
     for figure in embedded_figures {
         let (mut scenario, mut provenance) = (figure.parse_scenario()?, figure.provenance());
-        args.overrides.apply(&mut scenario).with_context(|| figure.name)?;
+        args.overrides.apply_to_scenario(&mut scenario).with_context(|| figure.name)?;
         provenance.command += &args.overrides.to_command_line_options();
         let live_figure = LiveFigure::find_by_name(live_figures, figure.name).copied();
         figures.push(RequestedFigure { name: figure.name.to_owned(), scenario, provenance, live_figure });
@@ -103,7 +104,7 @@ fn load_requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> any
     for path in &args.scenario {
         let text =
             std::fs::read_to_string(path).with_context(|| format!("cannot read the scenario {}", path.display()))?;
-        let scenario = Scenario::parse(&path.display().to_string(), &text)?;
+        let scenario = FigureScenario::parse(&path.display().to_string(), &text)?;
         anyhow::ensure!(
             scenario.live.is_none(),
             "{}: [live] has no meaning in a scenario of your own: who measures is part of coreward",
@@ -112,7 +113,7 @@ fn load_requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> any
         let name =
             path.file_stem().and_then(|stem| stem.to_str()).context("a scenario's file needs a name in UTF-8")?;
         let file_name = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
-        let provenance = Provenance::new(format!("coreward-lab figure --scenario {file_name}"), &text);
+        let provenance = FigureProvenance::new(format!("coreward-lab figure --scenario {file_name}"), &text);
         figures.push(RequestedFigure { name: name.to_owned(), scenario, provenance, live_figure: None });
     }
     if let Some(name) = find_duplicate_name(&figures) {
@@ -126,7 +127,7 @@ fn find_duplicate_name(figures: &[RequestedFigure]) -> Option<&str> {
     names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)).map(|(_, name)| *name)
 }
 
-fn list_figures(format: Format, live_figures: &[LiveFigure]) -> anyhow::Result<()> {
+fn list_figures(format: ResultFormat, live_figures: &[LiveFigure]) -> anyhow::Result<()> {
     let mut rows = Vec::new();
     for figure in library::simulated_and_live_figures(live_figures) {
         let scenario = figure.parse_scenario()?;
@@ -135,37 +136,37 @@ fn list_figures(format: Format, live_figures: &[LiveFigure]) -> anyhow::Result<(
     }
     let list_columns = ["name", "paper", "figure", "title", "made"];
     match format {
-        Format::Csv => print_to_stdout(&format_csv(&list_columns, &rows)),
-        Format::Json => {
+        ResultFormat::Csv => print_to_stdout(&format_csv(&list_columns, &rows)),
+        ResultFormat::Json => {
             let row_to_object = |row: &Vec<String>| list_columns.iter().copied().zip(row.clone()).collect();
             let row_objects: Vec<std::collections::BTreeMap<&str, String>> = rows.iter().map(row_to_object).collect();
             print_to_stdout(&(serde_json::to_string_pretty(&row_objects)? + "\n"))
         }
-        Format::Text => {
+        ResultFormat::Text => {
             let name_width = rows.iter().map(|row| row[0].len()).max().unwrap_or(0);
-            let format_row = |row: &Vec<String>| {
+            let format_figure_row = |row: &Vec<String>| {
                 let origin_suffix = if row[4] == "simulated" { String::new() } else { format!(" [{}]", row[4]) };
                 format!("{:name_width$}  {}{origin_suffix}\n", row[0], row[3])
             };
-            print_to_stdout(&rows.iter().map(format_row).collect::<String>())
+            print_to_stdout(&rows.iter().map(format_figure_row).collect::<String>())
         }
     }
 }
 
-fn format_claims(result: &FigureResult, scenario: &Scenario) -> String {
+fn format_claims(result: &FigureResult, scenario: &FigureScenario) -> String {
     let claim_lines: String = result.claim_lines().iter().map(|line| format!("{line}\n")).collect();
     format!("{}: {}\n{claim_lines}", result.name, scenario.title)
 }
 
-fn render_result(result: &FigureResult, scenario: &Scenario, format: Format) -> String {
+fn render_result(result: &FigureResult, scenario: &FigureScenario, format: ResultFormat) -> String {
     match format {
-        Format::Csv => result.table.to_csv(),
-        Format::Json => serde_json::to_string_pretty(result).expect("results have string keys only") + "\n",
-        Format::Text => {
+        ResultFormat::Csv => result.table.to_csv(),
+        ResultFormat::Json => serde_json::to_string_pretty(result).expect("results have string keys only") + "\n",
+        ResultFormat::Text => {
             let mut table = comfy_table::Table::new();
             table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
-            table.set_header(super::table::CSV_COLUMNS);
-            table.add_rows(result.table.rows());
+            table.set_header(super::table::FIGURE_CSV_COLUMNS);
+            table.add_rows(result.table.csv_rows());
             let seeds_description = super::page::describe_seeds(scenario);
             format!("{}{table}\n{seeds_description}. {}\n", format_claims(result, scenario), scenario.modelled.trim())
         }

@@ -2,8 +2,8 @@
 
 use coreward_config::Diagnostic;
 
-use super::result::Provenance;
-use super::scenario::Scenario;
+use super::result::FigureProvenance;
+use super::scenario::FigureScenario;
 
 /// Scenario file whose text is embedded in the executable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,11 +15,11 @@ pub struct EmbeddedScenario {
 
 impl EmbeddedScenario {
     /// Parses the scenario. An error names the invalid value with its line and column.
-    pub fn parse_scenario(&self) -> Result<Scenario, Diagnostic> {
-        Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.toml_text)
+    pub fn parse_scenario(&self) -> Result<FigureScenario, Diagnostic> {
+        FigureScenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.toml_text)
     }
 
-    pub fn provenance(&self) -> Provenance {
-        Provenance::new(format!("coreward-lab figure {}", self.name), self.toml_text)
+    pub fn provenance(&self) -> FigureProvenance {
+        FigureProvenance::new(format!("coreward-lab figure {}", self.name), self.toml_text)
     }
 }

@@ -3,15 +3,15 @@
 use std::collections::HashMap;
 
 use super::axes::SweepAxis;
-use super::job::{Job, ValueQuery};
-use super::parameters::ParameterError;
-use super::scenario::{Panel, Scenario, Series};
+use super::job::{OutcomeValueQuery, SimulationJob};
+use super::parameters::ScenarioParameterError;
+use super::scenario::{FigurePanel, FigureScenario, FigureSeries};
 
 /// All runs that a scenario needs, and the places in the figure where their values appear.
 #[derive(Debug)]
 pub struct RunPlan {
     /// Distinct runs. Points that need equal runs share one, so that it is simulated only once.
-    pub jobs: Vec<Job>,
+    pub jobs: Vec<SimulationJob>,
     /// Places of all values in the figure, ordered by panel, then series, then x, then seed.
     pub plot_points: Vec<PlotPoint>,
 }
@@ -27,7 +27,7 @@ pub struct PlotPoint {
     pub seed: u64,
     /// Index of the run in [`RunPlan::jobs`].
     pub job_index: usize,
-    pub query: ValueQuery,
+    pub query: OutcomeValueQuery,
     /// Whether the run yields a curve over time instead of one value.
     pub is_time_series: bool,
 }
@@ -37,10 +37,10 @@ pub struct PlotPoint {
 pub struct RunPlanError {
     pub panel_index: usize,
     pub series_index: usize,
-    pub cause: ParameterError,
+    pub cause: ScenarioParameterError,
 }
 
-impl Scenario {
+impl FigureScenario {
     /// Expands the scenario into its runs. Fails at the first panel and series with invalid parameters.
     pub fn plan_runs(&self) -> Result<RunPlan, RunPlanError> {
         let mut plan = RunPlan { jobs: Vec::new(), plot_points: Vec::new() };
@@ -50,7 +50,7 @@ impl Scenario {
             for series in self.panel_series(panel) {
                 let series_index = self.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
                 let run_plan_error = |cause| RunPlanError { panel_index, series_index, cause };
-                for (x, swept_parameter) in sweep_points(panel) {
+                for (x, swept_parameter) in swept_points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
                         let Some((job, query)) =
                             self.build_job(panel, series, swept_parameter, seed).map_err(run_plan_error)?
@@ -74,11 +74,11 @@ impl Scenario {
 
     fn build_job(
         &self,
-        panel: &Panel,
-        series: &Series,
+        panel: &FigurePanel,
+        series: &FigureSeries,
         swept_parameter: Option<(SweepAxis, f64)>,
         seed: u64,
-    ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
+    ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
         let metric = *panel.measure.get_ref();
         /// Combines four sets of parameters: the common ones, the panel's, the series' and the swept ones. Later ones
         /// override earlier ones.
@@ -119,7 +119,7 @@ impl Scenario {
 }
 
 /// Returns the points of the panel's horizontal axis, each as the displayed x and the swept parameter with its value.
-fn sweep_points(panel: &Panel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
+fn swept_points(panel: &FigurePanel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
     match &panel.x {
         None => vec![(0.0, None)],
         Some(sweep) if *sweep.parameter.get_ref() == SweepAxis::Time => vec![(0.0, Some((SweepAxis::Time, 0.0)))],

@@ -1,28 +1,28 @@
 //! One independent run of a simulation, and the selection of a value from its outcome.
 
-use super::axes::Metric;
-use super::parameters::throughput;
+use super::axes::FigureMetric;
+use super::parameters::throughput_at_load;
 use crate::{lb, path, pcc, rpc};
 
 /// Independent run of a simulation. Equal jobs have equal outcomes, because simulations are deterministic.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Job {
+pub enum SimulationJob {
     /// Simulation of requests at the cores of one server.
-    Rpc(rpc::Config),
+    Rpc(rpc::RpcSimulationConfig),
     /// Search for the highest load at which one server meets its latency objective (SLO).
-    Peak(rpc::PeakConfig),
+    Peak(rpc::PeakLoadSearchConfig),
     /// Replay of a trace's packets through the load balancer to servers and cores.
-    Lb(lb::Config),
+    Lb(lb::LbSimulationConfig),
     /// Simulation of connections while the server pool changes.
-    Pcc(pcc::Config),
+    Pcc(pcc::PccSimulationConfig),
     /// Simulation of connections and their requests, through the load balancer to the servers' cores.
-    Path(path::Config),
+    Path(path::PathSimulationConfig),
 }
 
 /// Selection of one value from the outcome of a run.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ValueQuery {
-    pub metric: Metric,
+pub struct OutcomeValueQuery {
+    pub metric: FigureMetric,
     /// Maximum throughput of a dispatcher in front of the cores (requests per short service time), or `None` if
     /// unlimited.
     pub throughput_limit: Option<f64>,
@@ -32,54 +32,60 @@ pub struct ValueQuery {
     pub seed: u64,
 }
 
-impl ValueQuery {
+impl OutcomeValueQuery {
     /// Returns a query that selects the value of a metric for the first seed.
-    pub fn for_metric(metric: Metric) -> Self {
+    pub fn for_metric(metric: FigureMetric) -> Self {
         Self { metric, throughput_limit: None, policy: None, seed: 1 }
     }
 }
 
 #[derive(Debug, Clone)]
-pub enum Outcome {
-    Rpc(rpc::Outcome),
-    /// Outcome of [`Job::Peak`], followed by the cores' throughput at full load (requests per short service time).
+pub enum JobOutcome {
+    Rpc(rpc::RpcSimulationOutcome),
+    /// Outcome of [`SimulationJob::Peak`], followed by the cores' throughput at full load (requests per short service
+    /// time).
     PeakWithFullLoadThroughput(rpc::PeakLoadEstimate, f64),
-    /// Outcome of [`Job::Lb`], followed by the run's seeds.
-    LbWithSeeds(lb::Outcome, Vec<u64>),
-    Pcc(pcc::Outcome),
-    Path(path::Outcome),
+    /// Outcome of [`SimulationJob::Lb`], followed by the run's seeds.
+    LbWithSeeds(lb::LbSimulationOutcome, Vec<u64>),
+    Pcc(pcc::PccSimulationOutcome),
+    Path(path::PathSimulationOutcome),
 }
 
-impl Job {
-    pub fn run(&self) -> anyhow::Result<Outcome> {
+impl SimulationJob {
+    pub fn run(&self) -> anyhow::Result<JobOutcome> {
         Ok(match self {
-            Self::Rpc(config) => Outcome::Rpc(rpc::run(config)?),
-            Self::Peak(config) => {
-                Outcome::PeakWithFullLoadThroughput(rpc::find_peak_load(config)?, throughput(&config.config, 1.0))
-            }
-            Self::Lb(config) => Outcome::LbWithSeeds(lb::run(config)?, config.seeds.clone()),
-            Self::Pcc(config) => Outcome::Pcc(pcc::run(config)?),
-            Self::Path(config) => Outcome::Path(path::run(config)?),
+            Self::Rpc(config) => JobOutcome::Rpc(rpc::run(config)?),
+            Self::Peak(config) => JobOutcome::PeakWithFullLoadThroughput(
+                rpc::find_peak_load(config)?,
+                throughput_at_load(&config.config, 1.0),
+            ),
+            Self::Lb(config) => JobOutcome::LbWithSeeds(lb::run(config)?, config.seeds.clone()),
+            Self::Pcc(config) => JobOutcome::Pcc(pcc::run(config)?),
+            Self::Path(config) => JobOutcome::Path(path::run(config)?),
         })
     }
 }
 
-impl Outcome {
+impl JobOutcome {
     /// Returns the queried value, or `None` if the run did not yield it, for instance if a class has no requests.
-    pub fn value(&self, query: &ValueQuery) -> Option<f64> {
+    pub fn select_value(&self, query: &OutcomeValueQuery) -> Option<f64> {
         match self {
             Self::Rpc(outcome) => select_rpc_value(outcome, query.metric),
             Self::PeakWithFullLoadThroughput(peak, full_load_throughput) => {
                 let max_throughput = query.throughput_limit.unwrap_or(f64::INFINITY);
                 let throughput = (peak.peak_load * full_load_throughput).min(max_throughput);
-                Some(if query.metric == Metric::PeakLoad { throughput / full_load_throughput } else { throughput })
+                Some(if query.metric == FigureMetric::PeakLoad {
+                    throughput / full_load_throughput
+                } else {
+                    throughput
+                })
             }
             Self::LbWithSeeds(outcome, seeds) => select_lb_value(outcome, seeds, query),
             Self::Pcc(outcome) => {
                 let seed_result = find_seed_result(outcome, query.seed)?;
                 match query.metric {
-                    Metric::BrokenPct => Some(seed_result.broken_pct()),
-                    Metric::ImbalancePct => Some((seed_result.imbalance - 1.0) * 100.0),
+                    FigureMetric::BrokenPct => Some(seed_result.broken_connection_pct()),
+                    FigureMetric::ImbalancePct => Some((seed_result.mean_imbalance - 1.0) * 100.0),
                     _ => None,
                 }
             }
@@ -87,10 +93,10 @@ impl Outcome {
             Self::Path(outcome) => {
                 let combination = outcome.combinations.first()?;
                 let statistic = match query.metric {
-                    Metric::P99 => combination.p99,
-                    Metric::Mean => combination.mean,
-                    Metric::ServerVariancePct => combination.server_variance_pct,
-                    Metric::CoreVariancePct => combination.core_variance_pct,
+                    FigureMetric::P99 => combination.p99,
+                    FigureMetric::Mean => combination.mean,
+                    FigureMetric::ServerVariancePct => combination.server_variance_pct,
+                    FigureMetric::CoreVariancePct => combination.core_variance_pct,
                     _ => return None,
                 };
                 Some(statistic.median)
@@ -98,16 +104,16 @@ impl Outcome {
         }
     }
 
-    pub fn time_series(&self, query: &ValueQuery) -> Option<Vec<(f64, f64)>> {
+    pub fn time_series(&self, query: &OutcomeValueQuery) -> Option<Vec<(f64, f64)>> {
         match self {
-            Self::Rpc(outcome) if query.metric == Metric::P99 => {
+            Self::Rpc(outcome) if query.metric == FigureMetric::P99 => {
                 Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())
             }
             Self::Pcc(outcome) => {
                 let value_from_counts: fn(&pcc::PerSecondCounts) -> f64 = match query.metric {
-                    Metric::BrokenPct => pcc::PerSecondCounts::broken_pct,
-                    Metric::PoolServers => |second| second.pool_servers as f64,
-                    Metric::CompletedPerSecond => |second| second.completed_connections as f64,
+                    FigureMetric::BrokenPct => pcc::PerSecondCounts::broken_connection_pct,
+                    FigureMetric::PoolServers => |second| second.pool_servers as f64,
+                    FigureMetric::CompletedPerSecond => |second| second.completed_connections as f64,
                     _ => return None,
                 };
                 // The value for a second is drawn at the end of that second.
@@ -124,30 +130,30 @@ impl Outcome {
 }
 
 /// Returns the result for `seed`, counted from 1, of a run that simulated a single method.
-fn find_seed_result(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedResult> {
+fn find_seed_result(outcome: &pcc::PccSimulationOutcome, seed: u64) -> Option<&pcc::PccSeedResult> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }
 
 /// Returns the value that `query` selects from the outcome of a run with these `seeds`.
-fn select_lb_value(outcome: &lb::Outcome, seeds: &[u64], query: &ValueQuery) -> Option<f64> {
+fn select_lb_value(outcome: &lb::LbSimulationOutcome, seeds: &[u64], query: &OutcomeValueQuery) -> Option<f64> {
     let policy_outcome = outcome.policies.iter().find(|policy| Some(&policy.policy) == query.policy.as_ref())?;
     let seed_result = policy_outcome.seeds.get(seeds.iter().position(|seed| *seed == query.seed)?)?;
     match query.metric {
-        Metric::ServerVariancePct => Some(seed_result.server_variance_pct),
-        Metric::CoreVariancePct => Some(seed_result.core_variance_pct),
-        Metric::ServedPct => Some(100.0 - seed_result.dropped_pct),
+        FigureMetric::ServerVariancePct => Some(seed_result.server_variance_pct),
+        FigureMetric::CoreVariancePct => Some(seed_result.core_variance_pct),
+        FigureMetric::ServedPct => Some(100.0 - seed_result.dropped_pct),
         _ => None,
     }
 }
 
-fn select_rpc_value(outcome: &rpc::Outcome, metric: Metric) -> Option<f64> {
+fn select_rpc_value(outcome: &rpc::RpcSimulationOutcome, metric: FigureMetric) -> Option<f64> {
     match metric {
-        Metric::P99 => Some(outcome.all.p99),
-        Metric::Mean => Some(outcome.all.mean),
-        Metric::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),
-        Metric::LongP99 => Some(outcome.classes.last()?.quantiles.p99),
+        FigureMetric::P99 => Some(outcome.all.p99),
+        FigureMetric::Mean => Some(outcome.all.mean),
+        FigureMetric::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),
+        FigureMetric::LongP99 => Some(outcome.classes.last()?.quantiles.p99),
         // All classes have the same percentage, because figures have no queue limit and so no request is dropped.
-        Metric::LongAnsweredPct => Some(100.0 - outcome.dropped_pct),
+        FigureMetric::LongAnsweredPct => Some(100.0 - outcome.dropped_pct),
         _ => None,
     }
 }

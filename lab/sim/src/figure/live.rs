@@ -5,8 +5,9 @@
 //!
 //! 1. Write `lab/scenarios/live/NAME.toml`. It is like every other scenario, but has `[live]` in place of `[rpc]` and
 //!    the like. Its `seeds` is the number of runs, and `modelled` states what is measured and how. A new measure is a
-//!    new variant of [`Metric`](super::axes::Metric). If `[rpc]` or `[path]` is present next to `[live]`, series may be
-//!    `simulated = true`. The simulator then produces these series from the same parameters, and pictures show both.
+//!    new variant of [`FigureMetric`](super::axes::FigureMetric). If `[rpc]` or `[path]` is present next to `[live]`,
+//!    series may be `simulated = true`. The simulator then produces these series from the same parameters, and pictures
+//!    show both.
 //! 2. Write a function `fn(&Scenario, ProgressCallback) -> anyhow::Result<Vec<Sample>>` in the crate that measures. If
 //!    rights are missing, its error names them in one sentence.
 //! 3. Add an entry to `lab/coreward-lab/src/live.rs`, with the scenario by `include_str!`.
@@ -20,7 +21,7 @@ use anyhow::Context as _;
 
 use super::embedded::EmbeddedScenario;
 use super::run::{self, SeedValue, build_value_table};
-use super::scenario::{Panel, Scenario};
+use super::scenario::{FigurePanel, FigureScenario};
 use super::table::FigureTable;
 
 /// Callback that receives the progress of a measurement: the number of finished steps and the number of all steps.
@@ -32,7 +33,7 @@ pub struct LiveFigure {
     pub embedded_scenario: EmbeddedScenario,
     /// Function that measures all panels of the scenario, in as many runs as the scenario has seeds. It receives the
     /// scenario without its simulated series.
-    pub measure: fn(&Scenario, ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>>,
+    pub measure: fn(&FigureScenario, ProgressCallback<'_>) -> anyhow::Result<Vec<LiveFigureSample>>,
     /// Function that another thread calls at SIGINT and SIGTERM, so that `measure` cleans up and soon fails. If it is
     /// absent, a signal ends the process at once.
     pub interrupt_measurement: Option<fn()>,
@@ -40,7 +41,7 @@ pub struct LiveFigure {
 
 /// Value that one run measured at one point of a curve.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Sample {
+pub struct LiveFigureSample {
     pub panel_title: String,
     pub series_label: String,
     /// Value of the swept parameter, or the time, in the unit of the scenario's `x.values`.
@@ -59,10 +60,10 @@ impl LiveFigure {
     /// Measures the figure, simulates its simulated series, and returns the table with both.
     pub fn measure_table(
         &self,
-        scenario: &Scenario,
+        scenario: &FigureScenario,
         report_progress: ProgressCallback<'_>,
     ) -> anyhow::Result<FigureTable> {
-        let measured_scenario = Scenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
+        let measured_scenario = FigureScenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
         let samples = match measured_scenario.series[..] {
             [] => Vec::new(),
             _ => (self.measure)(&measured_scenario, report_progress).with_context(|| self.embedded_scenario.name)?,
@@ -72,7 +73,7 @@ impl LiveFigure {
             let curve_indices = find_curve_indices(scenario, sample).with_context(|| {
                 format!("{}: the scenario has no place for {sample:?}", self.embedded_scenario.name)
             })?;
-            let x = sample.x * x_scale(&scenario.panel[curve_indices.0]);
+            let x = sample.x * x_display_scale(&scenario.panel[curve_indices.0]);
             values_by_curve.entry(curve_indices).or_default().push(SeedValue {
                 x,
                 seed: sample.run_number,
@@ -82,7 +83,7 @@ impl LiveFigure {
         let mut table = build_value_table(scenario, values_by_curve);
         let simulated_scenario = scenario.filter_simulated(true);
         if !simulated_scenario.series.is_empty() {
-            insert_simulated_curves(&mut table, run::run(&simulated_scenario, &|_, _| {})?);
+            insert_simulated_curves(&mut table, run::simulate_scenario(&simulated_scenario, &|_, _| {})?);
         }
         Ok(table)
     }
@@ -100,7 +101,7 @@ fn insert_simulated_curves(table: &mut FigureTable, simulated_table: FigureTable
     }
 }
 
-fn find_curve_indices(scenario: &Scenario, sample: &Sample) -> Option<(usize, usize)> {
+fn find_curve_indices(scenario: &FigureScenario, sample: &LiveFigureSample) -> Option<(usize, usize)> {
     let panel_index = scenario.panel.iter().position(|panel| *panel.title.get_ref() == sample.panel_title)?;
     let sampled_series = scenario
         .panel_series(&scenario.panel[panel_index])
@@ -109,7 +110,7 @@ fn find_curve_indices(scenario: &Scenario, sample: &Sample) -> Option<(usize, us
     (1..=*scenario.seeds.get_ref()).contains(&sample.run_number).then_some((panel_index, series_index))
 }
 
-fn x_scale(panel: &Panel) -> f64 {
+fn x_display_scale(panel: &FigurePanel) -> f64 {
     panel.x.as_ref().map_or(1.0, |sweep| sweep.scale)
 }
 

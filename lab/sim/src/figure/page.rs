@@ -2,8 +2,8 @@
 
 use super::draw;
 use super::result::FigureResult;
-use super::scenario::Scenario;
-use super::table::CSV_COLUMNS;
+use super::scenario::FigureScenario;
+use super::table::FIGURE_CSV_COLUMNS;
 
 const PAGE_CSS: &str = "
 body \
@@ -25,7 +25,7 @@ nav td { border: none; text-align: left; padding: 0.1em 0.8em 0.1em 0; }
 nav table { font-size: 95%; }
 ";
 
-pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
+pub fn render_page(figures: &[(FigureResult, FigureScenario)]) -> String {
     let (holding_count, claim_count) = figures.iter().fold((0, 0), |(holding, claims), (result, _)| {
         (holding + result.holding_claim_count(), claims + result.claims.len())
     });
@@ -56,7 +56,7 @@ fn describe_data_source(has_live_figures: bool) -> String {
     format!("Everything on this page was simulated by coreward {version}; nothing was measured on hardware.")
 }
 
-fn render_contents_row(result: &FigureResult, scenario: &Scenario) -> String {
+fn render_contents_row(result: &FigureResult, scenario: &FigureScenario) -> String {
     let failing_claim_count = result.claims.len() - result.holding_claim_count();
     let claims_text = match (result.claims.len(), failing_claim_count) {
         (0, _) => "no statement to judge".to_owned(),
@@ -90,7 +90,7 @@ fn render_claims(result: &FigureResult) -> String {
     if claim_items.is_empty() { String::new() } else { format!("<ul class=\"claims\">\n{claim_items}</ul>\n") }
 }
 
-fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
+fn render_section(result: &FigureResult, scenario: &FigureScenario) -> String {
     format!(
         "<section id=\"{name}\">\n<h2>{name}: {title}</h2>\n<p class=\"small\">{paper}, {figure}</p>\n\
          <blockquote>{statement}</blockquote>\n{svg}\n{claims}<p><b>What is {done}.</b> \
@@ -121,7 +121,7 @@ fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
 }
 
 /// Describes how many seeds a simulated figure has, or how many runs a live figure has.
-pub fn describe_seeds(scenario: &Scenario) -> String {
+pub fn describe_seeds(scenario: &FigureScenario) -> String {
     match (scenario.live.is_some(), scenario.seeds.get_ref()) {
         (false, 1) => "One seed: 1".to_owned(),
         (false, seeds) => format!("Median, lowest and highest over seeds 1 to {seeds}"),
@@ -130,7 +130,7 @@ pub fn describe_seeds(scenario: &Scenario) -> String {
     }
 }
 
-fn render_sources(scenario: &Scenario) -> String {
+fn render_sources(scenario: &FigureScenario) -> String {
     let mut sources: Vec<&str> =
         scenario.published.iter().map(|published_curve| published_curve.source.as_str()).collect();
     sources.dedup();
@@ -146,8 +146,8 @@ fn render_table(result: &FigureResult) -> String {
             cell_texts.map(|cell_text| format!("<{tag}>{}</{tag}>", escape_html(cell_text))).collect();
         format!("<tr>{cells_html}</tr>\n")
     };
-    let header_row = render_row("th", &mut CSV_COLUMNS.into_iter());
-    let rows = result.table.rows();
+    let header_row = render_row("th", &mut FIGURE_CSV_COLUMNS.into_iter());
+    let rows = result.table.csv_rows();
     let body_rows: String = rows.iter().map(|row| render_row("td", &mut row.iter().map(String::as_str))).collect();
     format!(
         "<details><summary>The numbers ({} rows)</summary>\n<table>\n{header_row}{body_rows}</table></details>\n",

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::claim::Verdict;
-use super::scenario::Scenario;
+use super::claim::ClaimVerdict;
+use super::scenario::FigureScenario;
 use super::table::{FigureTable, format_number};
 
 /// Result of a simulated or measured figure: its values, the verdicts on the paper's claims, and their provenance.
@@ -11,15 +11,15 @@ use super::table::{FigureTable, format_number};
 pub struct FigureResult {
     /// Name of the figure, as in `coreward-lab figure --list`.
     pub name: String,
-    pub provenance: Provenance,
+    pub provenance: FigureProvenance,
     pub table: FigureTable,
     /// Verdicts on the paper's claims.
-    pub claims: Vec<Verdict>,
+    pub claims: Vec<ClaimVerdict>,
 }
 
 /// Information from which a figure can be reproduced.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Provenance {
+pub struct FigureProvenance {
     /// Command that produces the figure.
     pub command: String,
     /// Version of coreward that produced the figure.
@@ -31,11 +31,11 @@ pub struct Provenance {
     pub measured_on: Option<String>,
 }
 
-impl Provenance {
+impl FigureProvenance {
     /// Returns the provenance of the figure that `command` produces from a scenario with this `text`.
     pub fn new(command: String, text: &str) -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
-        Self { command, version, scenario: format!("{:016x}", fnv1a(text.as_bytes())), measured_on: None }
+        Self { command, version, scenario: format!("{:016x}", fnv1a_hash(text.as_bytes())), measured_on: None }
     }
 
     pub fn with_machine(self, machine: String) -> Self {
@@ -50,13 +50,13 @@ impl Provenance {
 }
 
 /// Returns the 64-bit FNV-1a hash of `bytes`, by Fowler, Noll and Vo (draft-eastlake-fnv).
-fn fnv1a(bytes: &[u8]) -> u64 {
+fn fnv1a_hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 impl FigureResult {
     /// Returns the result of a figure whose values are `table`, and judges the claims of `scenario` on them.
-    pub fn new(name: &str, provenance: Provenance, scenario: &Scenario, table: FigureTable) -> Self {
+    pub fn new(name: &str, provenance: FigureProvenance, scenario: &FigureScenario, table: FigureTable) -> Self {
         let claims = scenario.claim.iter().map(|claim| claim.evaluate(&table)).collect();
         Self { name: name.to_owned(), provenance, table, claims }
     }
@@ -74,7 +74,7 @@ impl FigureResult {
     }
 }
 
-impl Verdict {
+impl ClaimVerdict {
     pub fn verdict_text(&self) -> &'static str {
         if self.holds { "holds" } else { "does not hold here" }
     }

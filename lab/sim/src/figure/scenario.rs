@@ -11,7 +11,7 @@ use std::fmt;
 use coreward_config::Spanned;
 use serde::Deserialize;
 
-use super::axes::{Metric, SweepAxis};
+use super::axes::{FigureMetric, SweepAxis};
 use super::claim::Assertion;
 use super::parameters::{LbParameters, PathParameters, PccParameters, RpcParameters};
 use super::table::PublishedCell;
@@ -20,7 +20,7 @@ use super::table::PublishedCell;
 /// claims.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Scenario {
+pub struct FigureScenario {
     /// Title of the figure, on one line.
     pub title: String,
     /// Authors, title and venue of the paper.
@@ -42,11 +42,11 @@ pub struct Scenario {
     /// Common parameters, if the scenario simulates connections and their requests at cores.
     pub path: Option<PathParameters>,
     /// Parameters of a live figure ([`super::live`]), whose series are measured unless they are marked as simulated.
-    pub live: Option<LiveParameters>,
+    pub live: Option<LiveFigureParameters>,
     /// Series that the figure compares with each other.
-    pub series: Vec<Series>,
+    pub series: Vec<FigureSeries>,
     /// Panels of the figure, which are drawn side by side.
-    pub panel: Vec<Panel>,
+    pub panel: Vec<FigurePanel>,
     /// Values from the paper that are drawn for comparison.
     #[serde(default)]
     pub published: Vec<PublishedValues>,
@@ -58,7 +58,7 @@ pub struct Scenario {
 /// Parameters of a figure that is measured on this machine. The scenario's `seeds` is then the number of runs.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct LiveParameters {
+pub struct LiveFigureParameters {
     /// Approximate duration of the whole measurement (minutes), which `coreward-lab figure --list` shows.
     pub minutes: f64,
     /// Measured time of each point in each run (s), unless the measurement determines it.
@@ -70,7 +70,7 @@ pub struct LiveParameters {
     pub mix: Option<String>,
 }
 
-impl fmt::Display for LiveParameters {
+impl fmt::Display for LiveFigureParameters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "live: measured on this machine, needs root, about {} min", self.minutes)
     }
@@ -79,7 +79,7 @@ impl fmt::Display for LiveParameters {
 /// Series of values that is drawn as one curve, or as bars of one colour.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Series {
+pub struct FigureSeries {
     /// Name of the series, as in the paper.
     pub label: Spanned<String>,
     /// Whether this series of a live figure is simulated for comparison. It is drawn like the preceding measured
@@ -95,16 +95,16 @@ pub struct Series {
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Panel {
+pub struct FigurePanel {
     /// Title of the panel, by which claims and published values refer to it.
     pub title: Spanned<String>,
-    pub measure: Spanned<Metric>,
+    pub measure: Spanned<FigureMetric>,
     /// Whether values are drawn as lines or as bars, by default as lines.
     #[serde(default)]
     pub draw: PlotType,
     /// Parameter that is swept along the x axis. If absent, each series has a single value.
-    pub x: Option<Sweep>,
-    pub y: Axis,
+    pub x: Option<ParameterSweep>,
+    pub y: VerticalAxis,
     /// Labels of the series that the panel draws. If empty, it draws all series.
     #[serde(default)]
     pub series: Vec<Spanned<String>>,
@@ -130,7 +130,7 @@ pub enum PlotType {
 /// Horizontal axis, along which one parameter is swept.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Sweep {
+pub struct ParameterSweep {
     /// Parameter whose value changes from point to point.
     pub parameter: Spanned<SweepAxis>,
     /// Values of the parameter. The list is empty for `time`, whose values result from the run.
@@ -148,7 +148,7 @@ pub struct Sweep {
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Axis {
+pub struct VerticalAxis {
     /// Label of the axis, including the unit.
     pub label: String,
     /// Factor by which simulated or measured values are multiplied for display.
@@ -212,9 +212,9 @@ fn default_scale() -> f64 {
     1.0
 }
 
-impl Scenario {
+impl FigureScenario {
     /// Returns the series that `panel` shows, in the order of the file.
-    pub fn panel_series(&self, panel: &Panel) -> impl Iterator<Item = &Series> {
+    pub fn panel_series(&self, panel: &FigurePanel) -> impl Iterator<Item = &FigureSeries> {
         let shown_labels: Vec<&str> = panel.series.iter().map(|label| label.get_ref().as_str()).collect();
         self.series
             .iter()
@@ -229,7 +229,7 @@ impl Scenario {
         let panel = self.panel.iter().filter_map(|panel| {
             let panel_series = self.panel_series(panel).filter(|series| series.simulated == is_simulated);
             let series: Vec<_> = panel_series.map(|series| series.label.clone()).collect();
-            (!series.is_empty()).then(|| Panel { series, ..panel.clone() })
+            (!series.is_empty()).then(|| FigurePanel { series, ..panel.clone() })
         });
         let (series, panel) = (series.cloned().collect(), panel.collect());
         Self { series, panel, live: None, published: Vec::new(), claim: Vec::new(), ..self.clone() }
@@ -258,7 +258,7 @@ impl Scenario {
     }
 
     /// Returns the panel with this title. If no title is given, returns the figure's panel if it has only one.
-    pub fn find_panel(&self, title: Option<&str>) -> Option<&Panel> {
+    pub fn find_panel(&self, title: Option<&str>) -> Option<&FigurePanel> {
         match title {
             Some(title) => self.panel.iter().find(|panel| panel.title.get_ref() == title),
             None if self.panel.len() == 1 => self.panel.first(),

@@ -19,22 +19,22 @@ pub struct FigureTable {
 pub struct PanelTable {
     pub title: String,
     /// Curves of the panel's series, in the scenario's order.
-    pub curves: Vec<Curve>,
+    pub curves: Vec<FigureCurve>,
 }
 
 /// Values of one series in one panel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Curve {
+pub struct FigureCurve {
     pub label: String,
     /// Points of the curve, in ascending order of x.
-    pub cells: Vec<Cell>,
+    pub cells: Vec<CurveCell>,
     /// Values that the paper publishes for this series.
     pub published: Vec<PublishedCell>,
 }
 
 /// Point of a curve, with the value for each seed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Cell {
+pub struct CurveCell {
     /// Value of x as shown on the horizontal axis, or 0 if the panel has no such axis.
     pub x: f64,
     pub seeds: Vec<f64>,
@@ -49,43 +49,46 @@ pub struct PublishedCell {
     pub spread: Option<(f64, f64)>,
 }
 
-impl Curve {
+impl FigureCurve {
     fn published_cell_at(&self, x: f64) -> Option<&PublishedCell> {
         self.published.iter().find(|published_cell| is_same_x(published_cell.x, x))
     }
 }
 
 /// Names of the columns in a figure's CSV file.
-pub const CSV_COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
+pub const FIGURE_CSV_COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
 
 impl FigureTable {
-    /// Returns the rows of the table, one per point, with the columns [`CSV_COLUMNS`]. Published points that are not
-    /// simulated have no median.
-    pub fn rows(&self) -> Vec<Vec<String>> {
+    /// Returns the rows of the table, one per point, with the columns [`FIGURE_CSV_COLUMNS`]. Published points that are
+    /// not simulated have no median.
+    pub fn csv_rows(&self) -> Vec<Vec<String>> {
         let curves = self.panels.iter().flat_map(|panel| panel.curves.iter().map(move |curve| (panel, curve)));
-        curves.flat_map(|(panel, curve)| curve_rows(panel, curve)).collect()
+        curves.flat_map(|(panel, curve)| curve_csv_rows(panel, curve)).collect()
     }
 
-    /// Returns the [`FigureTable::rows`] as CSV with a header line.
+    /// Returns the [`FigureTable::csv_rows`] as CSV with a header line.
     pub fn to_csv(&self) -> String {
-        format_csv(&CSV_COLUMNS, &self.rows())
+        format_csv(&FIGURE_CSV_COLUMNS, &self.csv_rows())
     }
 }
 
-fn curve_rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
-    let leading_cells = |x: f64| vec![panel.title.clone(), curve.label.clone(), format_number(x)];
+fn curve_csv_rows(panel: &PanelTable, curve: &FigureCurve) -> Vec<Vec<String>> {
+    let format_leading_cells = |x: f64| vec![panel.title.clone(), curve.label.clone(), format_number(x)];
     let mut rows: Vec<(f64, Vec<String>)> = Vec::new();
     for cell in &curve.cells {
         let SeedSummary { median, low, high, .. } = cell.spread;
         let published_cell =
             curve.published_cell_at(cell.x).map_or(String::new(), |published| format_number(published.y));
         let value_cells = [median, low, high].map(format_number).into_iter().chain([published_cell]);
-        rows.push((cell.x, leading_cells(cell.x).into_iter().chain(value_cells).collect()));
+        rows.push((cell.x, format_leading_cells(cell.x).into_iter().chain(value_cells).collect()));
     }
     for published_cell in &curve.published {
         if !curve.cells.iter().any(|cell| is_same_x(cell.x, published_cell.x)) {
             let value_cells = [String::new(), String::new(), String::new(), format_number(published_cell.y)];
-            rows.push((published_cell.x, leading_cells(published_cell.x).into_iter().chain(value_cells).collect()));
+            rows.push((
+                published_cell.x,
+                format_leading_cells(published_cell.x).into_iter().chain(value_cells).collect(),
+            ));
         }
     }
     rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
@@ -126,9 +129,9 @@ mod tests {
 
     #[test]
     fn unsimulated_published_point_has_a_row() {
-        let cell = Cell { x: 1.0, seeds: vec![2.0], spread: SeedSummary::from_values(&[2.0]).unwrap() };
+        let cell = CurveCell { x: 1.0, seeds: vec![2.0], spread: SeedSummary::from_values(&[2.0]).unwrap() };
         let build_published_cell = |x, y| PublishedCell { x, y, spread: None };
-        let curve = Curve {
+        let curve = FigureCurve {
             label: "a".into(),
             cells: vec![cell],
             published: vec![build_published_cell(0.5, 9.0), build_published_cell(1.0, 2.5)],

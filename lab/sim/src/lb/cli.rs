@@ -4,10 +4,10 @@ use coreward_model::fleet::IndirectionTableDraw;
 use coreward_model::load::{SmoothingWeight, SmoothingWeightOutOfRange};
 use coreward_model::placement::{BucketCount, BucketCountError};
 
-use super::{Config, run};
-use crate::output::{Format, Printable as _};
+use super::{LbSimulationConfig, run};
+use crate::output::{PrintableResult as _, ResultFormat};
 use crate::trace::TraceSource;
-use crate::trace::capture::ReadOptions;
+use crate::trace::capture::CaptureReadOptions;
 
 /// Arguments of `coreward-lab sim lb`.
 #[derive(Debug, clap::Args)]
@@ -36,7 +36,7 @@ pub struct LbArgs {
     policy: Vec<String>,
     /// Seeds: N for 1 to N, or FIRST-LAST
     #[arg(long, default_value = "10")]
-    seeds: Seeds,
+    seeds: SeedRange,
     /// Idle time after which a flow of a capture has ended (s)
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     idle_timeout: u64,
@@ -47,8 +47,8 @@ pub struct LbArgs {
     #[arg(long, value_name = "PPS")]
     core_capacity: Option<f64>,
     /// Distribution of cores over the servers' indirection tables; the paper uses `independent`
-    #[arg(long, value_enum, default_value_t = IndirectionTables::Balanced)]
-    indirection_tables: IndirectionTables,
+    #[arg(long, value_enum, default_value_t = IndirectionTableAssignment::Balanced)]
+    indirection_tables: IndirectionTableAssignment,
     /// Length of the windows in which variance is measured (ms)
     #[arg(long, default_value_t = 1_000)]
     window_ms: u32,
@@ -59,18 +59,18 @@ pub struct LbArgs {
     #[arg(long, value_name = "N")]
     racks: Option<u16>,
     /// Maximum number of candidate cores that a rack sends per bucket; with 8, tables are the same as without racks
-    #[arg(long, value_name = "K", default_value_t = Config::default().rack_candidates)]
+    #[arg(long, value_name = "K", default_value_t = LbSimulationConfig::default().rack_candidates)]
     rack_candidates: u8,
     /// Delay from the reports until the load balancer uses the table made from them (ms)
     #[arg(long, value_name = "MS", default_value_t = 0)]
     table_delay_ms: u32,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    format: Format,
+    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
+    format: ResultFormat,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum IndirectionTables {
+enum IndirectionTableAssignment {
     /// Every core has the same number of entries
     Balanced,
     /// Every entry is drawn independently
@@ -87,22 +87,23 @@ pub(crate) fn parse_smoothing_weight(text: &str) -> Result<SmoothingWeight, Stri
     SmoothingWeight::new(value).map_err(|error: SmoothingWeightOutOfRange| error.to_string())
 }
 
-const MAX_SEEDS: u64 = 10_000;
+const MAX_SEED_COUNT: u64 = 10_000;
 
 /// Seeds of the runs, written as `N` for 1 to N, or as `FIRST-LAST`.
 #[derive(Debug, Clone, PartialEq)]
-struct Seeds(Vec<u64>);
+struct SeedRange(Vec<u64>);
 
-impl std::str::FromStr for Seeds {
+impl std::str::FromStr for SeedRange {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (first, last) = text.split_once('-').unwrap_or(("1", text));
-        let parse_range = || Some((first.parse::<u64>().ok()?, last.parse::<u64>().ok()?));
-        let range_error = || format!("{text:?}: expected N or FIRST-LAST, at least 1 and at most {MAX_SEEDS} seeds");
-        let (first, last) = parse_range().ok_or_else(range_error)?;
-        if last < first || last - first >= MAX_SEEDS || (last == 0) {
-            return Err(range_error());
+        let parse_seed_range = || Some((first.parse::<u64>().ok()?, last.parse::<u64>().ok()?));
+        let build_range_error =
+            || format!("{text:?}: expected N or FIRST-LAST, at least 1 and at most {MAX_SEED_COUNT} seeds");
+        let (first, last) = parse_seed_range().ok_or_else(build_range_error)?;
+        if last < first || last - first >= MAX_SEED_COUNT || (last == 0) {
+            return Err(build_range_error());
         }
         Ok(Self((first..=last).collect()))
     }
@@ -111,7 +112,7 @@ impl std::str::FromStr for Seeds {
 impl LbArgs {
     /// Runs the simulation and returns its result as text. An error names the invalid value and its position.
     pub fn run(self) -> anyhow::Result<String> {
-        let config = Config {
+        let config = LbSimulationConfig {
             trace: self.trace,
             servers: self.servers,
             cores_per_server: self.cores,
@@ -120,12 +121,12 @@ impl LbArgs {
             smoothing_weight: self.alpha,
             policies: self.policy,
             seeds: self.seeds.0,
-            read_options: ReadOptions { idle_timeout_ns: self.idle_timeout * 1_000_000_000 },
+            read_options: CaptureReadOptions { idle_timeout_ns: self.idle_timeout * 1_000_000_000 },
             trace_copy_count: self.overlay,
             core_capacity_pps: self.core_capacity,
             indirection_table_draw: match self.indirection_tables {
-                IndirectionTables::Balanced => IndirectionTableDraw::Balanced,
-                IndirectionTables::Independent => IndirectionTableDraw::Independent,
+                IndirectionTableAssignment::Balanced => IndirectionTableDraw::Balanced,
+                IndirectionTableAssignment::Independent => IndirectionTableDraw::Independent,
             },
             window_ms: self.window_ms,
             replay_speed: self.replay_speed,
@@ -143,8 +144,8 @@ mod tests {
 
     #[test]
     fn seeds_are_parsed_from_a_count_or_a_range() {
-        assert_eq!("3".parse(), Ok(Seeds(vec![1, 2, 3])));
-        assert_eq!("11-13".parse(), Ok(Seeds(vec![11, 12, 13])));
-        assert!(["0", "5-4", "x", "1-100000"].iter().all(|text| text.parse::<Seeds>().is_err()));
+        assert_eq!("3".parse(), Ok(SeedRange(vec![1, 2, 3])));
+        assert_eq!("11-13".parse(), Ok(SeedRange(vec![11, 12, 13])));
+        assert!(["0", "5-4", "x", "1-100000"].iter().all(|text| text.parse::<SeedRange>().is_err()));
     }
 }

@@ -4,7 +4,7 @@
 pub const MAX_QUEUED_PACKETS: u32 = 128;
 
 /// Rounding error allowed in sums of service times, as a fraction of one packet's service time.
-const ROUNDING_TOLERANCE: f64 = 1e-6;
+const PACKET_ROUNDING_TOLERANCE: f64 = 1e-6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CoreCapacity {
@@ -24,7 +24,7 @@ pub enum CoreCapacity {
 
 /// Cores of all servers, with their packet counters since the start of the simulation.
 #[derive(Debug, Clone)]
-pub struct Cores {
+pub struct SimulatedCores {
     packet_cost_ns: f64,
     has_limited_capacity: bool,
     /// Longest waiting time at which an arriving packet is still accepted (ns).
@@ -37,14 +37,14 @@ pub struct Cores {
     accepted_bytes: u64,
 }
 
-impl Cores {
+impl SimulatedCores {
     pub fn new(cores: usize, capacity: CoreCapacity) -> Self {
         let (packet_cost_ns, has_limited_capacity, queue_limit) = match capacity {
             CoreCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false, None),
             CoreCapacity::Limited { packet_cost_ns: cost_ns, queue_limit } => (cost_ns, true, queue_limit),
         };
         let max_wait_ns = queue_limit
-            .map_or(f64::INFINITY, |queue_limit| (f64::from(queue_limit) + ROUNDING_TOLERANCE) * packet_cost_ns);
+            .map_or(f64::INFINITY, |queue_limit| (f64::from(queue_limit) + PACKET_ROUNDING_TOLERANCE) * packet_cost_ns);
         Self {
             packet_cost_ns,
             has_limited_capacity,
@@ -94,7 +94,7 @@ impl Cores {
     }
 
     /// Returns the total service time of the packets that the core has accepted but not yet served (ns).
-    fn backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
+    fn core_backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
         if self.has_limited_capacity { (self.idle_from_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
     }
 
@@ -102,16 +102,17 @@ impl Cores {
     pub fn served_packet_counts(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packet_counts.len()).map(move |core| {
             let unserved_packet_count =
-                (self.backlog_ns(core, time_ns) / self.packet_cost_ns - ROUNDING_TOLERANCE).ceil().max(0.0) as u64;
+                (self.core_backlog_ns(core, time_ns) / self.packet_cost_ns - PACKET_ROUNDING_TOLERANCE).ceil().max(0.0)
+                    as u64;
             self.arrived_packet_counts[core] - self.dropped_packet_counts[core] - unserved_packet_count
         })
     }
 
     /// Returns the time that each core has spent serving packets by `time_ns` (ns).
-    pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
+    pub fn core_busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packet_counts.len()).map(move |core| {
             let accepted_packet_count = (self.arrived_packet_counts[core] - self.dropped_packet_counts[core]) as f64;
-            (accepted_packet_count * self.packet_cost_ns - self.backlog_ns(core, time_ns)) as u64
+            (accepted_packet_count * self.packet_cost_ns - self.core_backlog_ns(core, time_ns)) as u64
         })
     }
 }
@@ -125,7 +126,7 @@ mod tests {
     use super::*;
 
     /// Reference model of a core, which stores the departure time of every queued packet.
-    struct ReferenceQueue {
+    struct ReferenceCoreQueue {
         departure_times_ns: VecDeque<u64>,
         last_departure_ns: u64,
         served_packet_count: u64,
@@ -135,8 +136,8 @@ mod tests {
     #[test]
     fn queue_length_in_time_matches_a_packet_queue() {
         let mut rng = seeded_rng(3, 77);
-        let mut cores = Cores::new(1, CoreCapacity::Limited { packet_cost_ns: 50.0, queue_limit: Some(4) });
-        let mut reference = ReferenceQueue {
+        let mut cores = SimulatedCores::new(1, CoreCapacity::Limited { packet_cost_ns: 50.0, queue_limit: Some(4) });
+        let mut reference = ReferenceCoreQueue {
             departure_times_ns: VecDeque::new(),
             last_departure_ns: 0,
             served_packet_count: 0,
@@ -165,17 +166,17 @@ mod tests {
         let accepted_packet_count = reference.served_packet_count + reference.departure_times_ns.len() as u64;
         assert_eq!(cores.accepted_bytes(), accepted_packet_count * 100);
         assert_eq!(
-            cores.busy_ns(now_ns).next(),
+            cores.core_busy_ns(now_ns).next(),
             Some(accepted_packet_count * 50 - (reference.last_departure_ns - now_ns))
         );
     }
 
     #[test]
     fn unlimited_core_serves_every_packet_at_once() {
-        let mut cores = Cores::new(2, CoreCapacity::Unlimited { packet_cost_ns: 1_000.0 });
+        let mut cores = SimulatedCores::new(2, CoreCapacity::Unlimited { packet_cost_ns: 1_000.0 });
         (0..500).for_each(|_| cores.process_arrival(1, 7, 60));
         assert_eq!(cores.served_packet_counts(7).collect::<Vec<_>>(), [0, 500]);
-        assert_eq!(cores.busy_ns(7).collect::<Vec<_>>(), [0, 500_000]);
+        assert_eq!(cores.core_busy_ns(7).collect::<Vec<_>>(), [0, 500_000]);
         assert_eq!((cores.dropped_packet_count(), cores.accepted_bytes()), (0, 30_000));
     }
 }

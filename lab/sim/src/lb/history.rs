@@ -6,7 +6,7 @@ use super::cores::CoreCapacity;
 /// constant between two events. A core's packet count is therefore a linear function of time, stored as slope and
 /// offset.
 #[derive(Debug)]
-pub struct HistoryLoad {
+pub struct TraceHistoryLoad {
     packet_cost_ns: f64,
     has_limited_capacity: bool,
     history_end_ns: u64,
@@ -16,14 +16,14 @@ pub struct HistoryLoad {
     packets_at_time_zero: Vec<f64>,
     /// Packet rate of each flow (packets per ns).
     flow_packets_per_ns: Vec<f64>,
-    /// Time of the last call of [`Self::busy_ns`] (ns). The next two fields are each core's packets and busy time (ns)
-    /// by then.
+    /// Time of the last call of [`Self::core_busy_ns`] (ns). The next two fields are each core's packets and busy time
+    /// (ns) by then.
     last_read_ns: u64,
     last_read_packets: Vec<f64>,
-    busy_ns: Vec<f64>,
+    core_busy_ns: Vec<f64>,
 }
 
-impl HistoryLoad {
+impl TraceHistoryLoad {
     pub fn new(cores: usize, capacity: CoreCapacity, history_end_ns: u64) -> Self {
         let (packet_cost_ns, has_limited_capacity) = match capacity {
             CoreCapacity::Unlimited { packet_cost_ns: cost_ns } => (cost_ns, false),
@@ -38,7 +38,7 @@ impl HistoryLoad {
             flow_packets_per_ns: Vec::new(),
             last_read_ns: 0,
             last_read_packets: vec![0.0; cores],
-            busy_ns: vec![0.0; cores],
+            core_busy_ns: vec![0.0; cores],
         }
     }
 
@@ -63,19 +63,19 @@ impl HistoryLoad {
 
     /// Returns each core's busy time until now, or until the end of the history if that is earlier (ns). A core of
     /// limited capacity is at most busy for the elapsed time, and the few packets in its queue are ignored.
-    pub fn busy_ns(&mut self, now_ns: u64) -> &[f64] {
+    pub fn core_busy_ns(&mut self, now_ns: u64) -> &[f64] {
         let now_ns = now_ns.min(self.history_end_ns);
         let elapsed_ns = (now_ns - self.last_read_ns) as f64;
         if elapsed_ns > 0.0 {
             for core in 0..self.last_read_packets.len() {
                 let packet_count = self.packets_per_ns[core] * now_ns as f64 + self.packets_at_time_zero[core];
                 let work_ns = ((packet_count - self.last_read_packets[core]) * self.packet_cost_ns).max(0.0);
-                self.busy_ns[core] += if self.has_limited_capacity { work_ns.min(elapsed_ns) } else { work_ns };
+                self.core_busy_ns[core] += if self.has_limited_capacity { work_ns.min(elapsed_ns) } else { work_ns };
                 self.last_read_packets[core] = packet_count;
             }
             self.last_read_ns = now_ns;
         }
-        &self.busy_ns
+        &self.core_busy_ns
     }
 }
 
@@ -85,24 +85,27 @@ mod tests {
 
     #[test]
     fn busy_time_is_rate_times_time_and_ends_with_the_history() {
-        let mut history = HistoryLoad::new(2, CoreCapacity::Unlimited { packet_cost_ns: 1_000.0 }, 3_000_000_000);
+        let mut history = TraceHistoryLoad::new(2, CoreCapacity::Unlimited { packet_cost_ns: 1_000.0 }, 3_000_000_000);
         history.begin_flow(0, 1, 500.0, 0);
         history.begin_flow(7, 1, 100.0, 500_000_000);
         // One flow sends 500 packets of 1 us, the other 50.
-        assert!((history.busy_ns(1_000_000_000)[1] - 550_000.0).abs() < 1.0);
+        assert!((history.core_busy_ns(1_000_000_000)[1] - 550_000.0).abs() < 1.0);
         history.end_flow(0, 1, 1_500_000_000);
         // By 2 s the flows have sent another 250 and 100 packets. The second sends 100 more until the history ends.
-        assert!((history.busy_ns(2_000_000_000)[1] - 900_000.0).abs() < 1.0);
-        assert!((history.busy_ns(9_000_000_000)[1] - 1_000_000.0).abs() < 1.0);
-        assert!((history.busy_ns(9_500_000_000)[1] - 1_000_000.0).abs() < 1.0);
-        assert_eq!(history.busy_ns(9_500_000_000)[0], 0.0);
+        assert!((history.core_busy_ns(2_000_000_000)[1] - 900_000.0).abs() < 1.0);
+        assert!((history.core_busy_ns(9_000_000_000)[1] - 1_000_000.0).abs() < 1.0);
+        assert!((history.core_busy_ns(9_500_000_000)[1] - 1_000_000.0).abs() < 1.0);
+        assert_eq!(history.core_busy_ns(9_500_000_000)[0], 0.0);
     }
 
     #[test]
     fn core_of_limited_capacity_is_busy_at_most_the_elapsed_time() {
-        let mut history =
-            HistoryLoad::new(1, CoreCapacity::Limited { packet_cost_ns: 10_000.0, queue_limit: None }, 2_000_000_000);
+        let mut history = TraceHistoryLoad::new(
+            1,
+            CoreCapacity::Limited { packet_cost_ns: 10_000.0, queue_limit: None },
+            2_000_000_000,
+        );
         history.begin_flow(0, 0, 150_000.0, 0);
-        assert_eq!(history.busy_ns(1_000_000_000)[0], 1e9);
+        assert_eq!(history.core_busy_ns(1_000_000_000)[0], 1e9);
     }
 }

@@ -1,8 +1,8 @@
 //! Command `coreward-lab sim lb`, which simulates a trace through the load balancer, packet by packet, under several
 //! policies.
 //!
-//! * [`Config`] and [`run`]: configuration and execution
-//! * [`Outcome`][]: results
+//! * [`LbSimulationConfig`] and [`run`]: configuration and execution
+//! * [`LbSimulationOutcome`][]: results
 //! * [`simulation`]: one policy and seed
 //! * [`oracle`]: placement with knowledge that no load balancer has
 //! * [`cores`]: packets at cores, with or without queues
@@ -29,19 +29,19 @@ use coreward_model::policy::MAX_CANDIDATES;
 
 use crate::names::UnknownName;
 use crate::range::OutOfRange;
-use crate::trace::capture::ReadOptions;
+use crate::trace::capture::CaptureReadOptions;
 use crate::trace::{TraceError, TraceSource};
 
 pub use oracle::ORACLE_POLICY_NAME;
-pub use outcome::{Outcome, PolicyOutcome, SeedResult};
+pub use outcome::{LbSeedResult, LbSimulationOutcome, PolicyOutcome};
 pub use run::run;
 
 /// Configuration of a simulation. By default it replays `campus` on the paper's pool (CrossRSS, CoNEXT'20, Sect. 3).
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
+pub struct LbSimulationConfig {
     /// Capture, arrival log or generator from which the traffic comes.
     pub trace: TraceSource,
-    /// Number of servers, at least 1. All servers together have at most [`MAX_CORES`] cores.
+    /// Number of servers, at least 1. All servers together have at most [`MAX_TOTAL_CORES`] cores.
     pub servers: u16,
     /// Number of cores of each server, at least 1.
     pub cores_per_server: u16,
@@ -56,7 +56,7 @@ pub struct Config {
     /// Seeds of the runs. Each determines the server ids (and so the indirection tables), the RSS key and the hash
     /// keys. If `campus` has no seed of its own, they also determine the traffic.
     pub seeds: Vec<u64>,
-    pub read_options: ReadOptions,
+    pub read_options: CaptureReadOptions,
     /// Number of simultaneous copies of the trace, at least 1. Each is shifted in time and has its own addresses.
     pub trace_copy_count: u32,
     /// Number of packets that a core serves per second, or `None` if unlimited. At most 128 packets wait at a core, and
@@ -79,7 +79,7 @@ pub struct Config {
     pub table_delay_ms: u32,
 }
 
-impl Default for Config {
+impl Default for LbSimulationConfig {
     fn default() -> Self {
         Self {
             trace: TraceSource::default(),
@@ -90,7 +90,7 @@ impl Default for Config {
             smoothing_weight: SmoothingWeight::PAPER_VALUE,
             policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
             seeds: (1..=10).collect(),
-            read_options: ReadOptions::default(),
+            read_options: CaptureReadOptions::default(),
             trace_copy_count: 1,
             core_capacity_pps: None,
             indirection_table_draw: IndirectionTableDraw::Balanced,
@@ -104,7 +104,7 @@ impl Default for Config {
 }
 
 /// Maximum number of cores in all servers together, because a core's number has 16 bits.
-pub const MAX_CORES: u32 = 65_536;
+pub const MAX_TOTAL_CORES: u32 = 65_536;
 
 /// Reason why a configuration cannot be simulated.
 #[derive(Debug, thiserror::Error)]
@@ -120,7 +120,7 @@ pub enum Error {
     Trace(#[from] TraceError),
     /// The trace has no packet that the load balancer can place.
     #[error("the trace has no packets that can be placed{}", format_skip_counts(.0))]
-    NoPackets(crate::trace::SkipCounts),
+    NoPackets(crate::trace::PacketSkipCounts),
     /// The trace is too short for one window to be measured.
     #[error(
         "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must \
@@ -134,19 +134,19 @@ pub enum Error {
     OracleNeedsRates,
 }
 
-fn format_skip_counts(skip_counts: &crate::trace::SkipCounts) -> String {
+fn format_skip_counts(skip_counts: &crate::trace::PacketSkipCounts) -> String {
     let reasons: Vec<String> = skip_counts.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
     if reasons.is_empty() { String::new() } else { format!(" (left out: {})", reasons.join(", ")) }
 }
 
-impl Config {
+impl LbSimulationConfig {
     /// Checks the configuration. An error names the value that is out of range, and the allowed range.
     pub fn check(&self) -> Result<(), Error> {
         let core_count = u32::from(self.servers) * u32::from(self.cores_per_server);
         require_within("servers", usize::from(self.servers), 1..=ServerId::COUNT, "")?;
         require_in_range(self.cores_per_server > 0, "cores", self.cores_per_server, "at least 1")?;
-        let expected_cores = format!("at most {MAX_CORES} cores in all");
-        require_in_range(core_count <= MAX_CORES, "servers x cores", core_count, &expected_cores)?;
+        let expected_cores = format!("at most {MAX_TOTAL_CORES} cores in all");
+        require_in_range(core_count <= MAX_TOTAL_CORES, "servers x cores", core_count, &expected_cores)?;
         require_within("report-ms", self.report_interval_ms, 1..=10_000, "")?;
         require_within("window-ms", self.window_ms, 1..=3_600_000, "")?;
         require_within("overlay", self.trace_copy_count, 1..=1_024, " copies")?;

@@ -15,12 +15,12 @@ const RATE_UNITS_PER_PACKET: f64 = 1e6;
 
 /// Placement method that knows the true rates of all flows and therefore the load of every core.
 #[derive(Debug, Default)]
-pub struct Oracle {
+pub struct PlacementOracle {
     core_rate_units: Vec<u64>,
     flow_rate_units: Vec<u64>,
 }
 
-impl Oracle {
+impl PlacementOracle {
     pub fn new(cores: usize) -> Self {
         Self { core_rate_units: vec![0; cores], flow_rate_units: Vec::new() }
     }
@@ -59,13 +59,13 @@ mod tests {
     #[test]
     fn oracle_chooses_the_core_with_the_least_sum_of_current_rates() {
         let tuple = FourTuple::ipv4((Ipv4Addr::LOCALHOST, 1), (Ipv4Addr::LOCALHOST, 2));
-        let first_packet = |rate| FirstPacket { tuple, rate_pps: Some(rate) };
-        let mut oracle = Oracle::new(3);
-        assert_eq!(oracle.place_flow(0, &first_packet(10.0), [0, 2].into_iter()), Some(0));
-        assert_eq!(oracle.place_flow(1, &first_packet(3.0), [0, 2].into_iter()), Some(2));
-        assert_eq!(oracle.place_flow(2, &first_packet(3.0), [0, 2].into_iter()), Some(2));
+        let build_first_packet = |rate| FirstPacket { tuple, rate_pps: Some(rate) };
+        let mut oracle = PlacementOracle::new(3);
+        assert_eq!(oracle.place_flow(0, &build_first_packet(10.0), [0, 2].into_iter()), Some(0));
+        assert_eq!(oracle.place_flow(1, &build_first_packet(3.0), [0, 2].into_iter()), Some(2));
+        assert_eq!(oracle.place_flow(2, &build_first_packet(3.0), [0, 2].into_iter()), Some(2));
         oracle.remove_flow(0, 0);
-        assert_eq!(oracle.place_flow(3, &first_packet(1.0), [0, 2].into_iter()), Some(0));
+        assert_eq!(oracle.place_flow(3, &build_first_packet(1.0), [0, 2].into_iter()), Some(0));
         assert_eq!(oracle.place_flow(4, &FirstPacket { tuple, rate_pps: None }, [0].into_iter()), None);
     }
 }

@@ -2,13 +2,13 @@
 
 use serde::Serialize;
 
-use crate::output::Printable;
+use crate::output::PrintableResult;
 use crate::seed_summary::SeedSummary;
-use crate::trace::SkipCounts;
+use crate::trace::PacketSkipCounts;
 
 /// Results of one policy with one seed, as means over all complete windows except the first.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct SeedResult {
+pub struct LbSeedResult {
     /// Variance of the servers' received packets relative to their mean (%).
     pub server_variance_pct: f64,
     /// Variance of the cores' served packets relative to their mean (%).
@@ -23,7 +23,7 @@ pub struct SeedResult {
     pub throughput_gbps: f64,
 }
 
-/// Results of one policy, in which each field of [`SeedResult`] is summarized over all seeds.
+/// Results of one policy, in which each field of [`LbSeedResult`] is summarized over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PolicyOutcome {
     pub policy: String,
@@ -34,13 +34,13 @@ pub struct PolicyOutcome {
     pub throughput_pps: SeedSummary,
     pub throughput_gbps: SeedSummary,
     /// Results of each seed, in the order of the configuration.
-    pub seeds: Vec<SeedResult>,
+    pub seeds: Vec<LbSeedResult>,
 }
 
 impl PolicyOutcome {
     /// Summarizes the results of all seeds, or returns `None` if there are none.
-    pub fn new(policy: &str, seeds: Vec<SeedResult>) -> Option<Self> {
-        let summarize = |to_value: fn(&SeedResult) -> f64| {
+    pub fn new(policy: &str, seeds: Vec<LbSeedResult>) -> Option<Self> {
+        let summarize = |to_value: fn(&LbSeedResult) -> f64| {
             SeedSummary::from_values(&seeds.iter().map(to_value).collect::<Vec<_>>())
         };
         Some(Self {
@@ -57,7 +57,7 @@ impl PolicyOutcome {
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Outcome {
+pub struct LbSimulationOutcome {
     /// Results of the policies, in the order of the configuration.
     pub policies: Vec<PolicyOutcome>,
     /// Number of simulated packets. It is the mean over the seeds if each seed has its own traffic.
@@ -67,14 +67,14 @@ pub struct Outcome {
     /// Duration of the trace (s), averaged over seeds like `packets`.
     pub seconds: f64,
     /// Number of skipped packets for each reason, averaged over seeds like `packets`.
-    pub skipped: SkipCounts,
+    pub skipped: PacketSkipCounts,
     /// Number of packets whose time stamp was earlier than that of the packet before. Both packets count as
     /// simultaneous.
     pub reordered: u64,
 }
 
-impl Printable for Outcome {
-    fn columns(&self) -> Vec<&'static str> {
+impl PrintableResult for LbSimulationOutcome {
+    fn column_titles(&self) -> Vec<&'static str> {
         vec![
             "policy",
             "server variance %",
@@ -90,8 +90,8 @@ impl Printable for Outcome {
         ]
     }
 
-    fn rows(&self) -> Vec<Vec<String>> {
-        let policy_row = |policy: &PolicyOutcome| {
+    fn table_rows(&self) -> Vec<Vec<String>> {
+        let format_policy_row = |policy: &PolicyOutcome| {
             let (server, core) = (policy.server_variance_pct, policy.core_variance_pct);
             vec![
                 policy.policy.clone(),
@@ -107,10 +107,10 @@ impl Printable for Outcome {
                 format!("{:.4}", policy.throughput_gbps.median),
             ]
         };
-        self.policies.iter().map(policy_row).collect()
+        self.policies.iter().map(format_policy_row).collect()
     }
 
-    fn remarks(&self) -> Vec<String> {
+    fn table_remarks(&self) -> Vec<String> {
         let seed_count = self.policies.first().map_or(0, |policy| policy.seeds.len());
         let mut remarks = vec![format!(
             "{} packets of {} flows in {:.2} s; medians over {seed_count} seed{}, low and high: the extreme seeds",

@@ -4,56 +4,56 @@ use rayon::prelude::*;
 
 use super::cores::{CoreCapacity, MAX_QUEUED_PACKETS};
 use super::oracle::ORACLE_POLICY_NAME;
-use super::outcome::{Outcome, PolicyOutcome, SeedResult};
-use super::simulation::{Simulation, unknown_policy_error};
-use super::{Config, Error};
+use super::outcome::{LbSeedResult, LbSimulationOutcome, PolicyOutcome};
+use super::simulation::{LbSimulation, build_unknown_policy_error};
+use super::{Error, LbSimulationConfig};
 use crate::par_map_ordered;
-use crate::trace::{PacketBatch, SkipCounts, Trace};
+use crate::trace::{PacketBatch, PacketSkipCounts, Trace};
 
 /// Busy time that a packet adds to a core of unlimited capacity (ns). Policies compare loads and ignore their unit.
 /// With 1 us, both the load of a few packets/s and that of millions can be represented.
 const UNLIMITED_CORE_PACKET_COST_NS: f64 = 1_000.0;
 
 /// Simulates every policy with every seed. Fails with an [`Error`] when the configuration or the trace is invalid.
-pub fn run(config: &Config) -> Result<Outcome, Error> {
+pub fn run(config: &LbSimulationConfig) -> Result<LbSimulationOutcome, Error> {
     config.check()?;
     let known_policies = coreward_model::policy::policy_names();
     if let Some(name) =
         config.policies.iter().find(|name| *name != ORACLE_POLICY_NAME && !known_policies.contains(&name.as_str()))
     {
-        return Err(unknown_policy_error(name).into());
+        return Err(build_unknown_policy_error(name).into());
     }
-    let runs: Vec<TracePass> = if config.trace.varies_with_seed() {
-        let simulate_seed = |seed: &u64| TracePass::simulate_seeds(config, std::slice::from_ref(seed));
+    let runs: Vec<TracePassResults> = if config.trace.varies_with_seed() {
+        let simulate_seed = |seed: &u64| TracePassResults::simulate_seeds(config, std::slice::from_ref(seed));
         par_map_ordered(&config.seeds, simulate_seed).into_iter().collect::<Result<_, _>>()?
     } else {
-        vec![TracePass::simulate_seeds(config, &config.seeds)?]
+        vec![TracePassResults::simulate_seeds(config, &config.seeds)?]
     };
     Ok(merge_runs(config, runs))
 }
 
 /// Results of one pass through a trace, for all policies and the given seeds.
-struct TracePass {
+struct TracePassResults {
     /// Results of all simulations, grouped by policy and then ordered by seed.
-    seed_results: Vec<Vec<SeedResult>>,
+    seed_results: Vec<Vec<LbSeedResult>>,
     packet_count: u64,
     flow_count: u64,
     duration_ns: u64,
-    skip_counts: SkipCounts,
+    skip_counts: PacketSkipCounts,
     reordered_packet_count: u64,
 }
 
-impl TracePass {
+impl TracePassResults {
     /// Simulates every policy with each of these seeds. All of them get the traffic that the first seed determines.
-    fn simulate_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
+    fn simulate_seeds(config: &LbSimulationConfig, seeds: &[u64]) -> Result<Self, Error> {
         let mut trace = config.trace.open_overlay(seeds[0], config.trace_copy_count, config.read_options)?;
         let speed = config.replay_speed;
-        let history_duration_ns = replay_time_ns(trace.history_ns(), speed);
+        let history_duration_ns = replay_time_ns(trace.history_duration_ns(), speed);
         let core_capacity = derive_core_capacity(config, trace.as_ref());
         let mut simulations = Vec::new();
         for policy in &config.policies {
             for seed in seeds {
-                simulations.push(Simulation::new(config, policy, *seed, core_capacity, history_duration_ns)?);
+                simulations.push(LbSimulation::new(config, policy, *seed, core_capacity, history_duration_ns)?);
             }
         }
         let (mut batch, mut packets, mut flows, mut last_ns) = (PacketBatch::default(), 0, 0, 0);
@@ -64,9 +64,10 @@ impl TracePass {
             }
             let Some(last_packet) = batch.packets.last() else { break };
             last_ns = last_packet.time_ns;
-            packets += batch.packets.iter().filter(|packet| packet.event.is_packet()).count() as u64;
+            packets += batch.packets.iter().filter(|packet| packet.event.has_packet()).count() as u64;
             flows +=
-                batch.packets.iter().filter(|packet| packet.event.opens() && packet.event.is_packet()).count() as u64;
+                batch.packets.iter().filter(|packet| packet.event.opens_flow() && packet.event.has_packet()).count()
+                    as u64;
             simulations.par_iter_mut().map(|simulation| simulation.process_batch(&batch)).collect::<Result<(), _>>()?;
         }
         let (skip_counts, reordered_packet_count) = (trace.skip_counts(), trace.reordered_packet_count());
@@ -74,12 +75,12 @@ impl TracePass {
             return Err(Error::NoPackets(skip_counts));
         }
         let end_ns = trace.end_ns().map_or(last_ns, |time_ns| replay_time_ns(time_ns, speed));
-        let seed_results: Option<Vec<SeedResult>> =
+        let seed_results: Option<Vec<LbSeedResult>> =
             simulations.into_par_iter().map(|simulation| simulation.into_result(end_ns)).collect();
         let too_short_error =
             Error::TooShort { seconds: (end_ns - history_duration_ns) as f64 / 1e9, window_ms: config.window_ms };
         let seed_results =
-            seed_results.ok_or(too_short_error)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
+            seed_results.ok_or(too_short_error)?.chunks(seeds.len()).map(<[LbSeedResult]>::to_vec).collect();
         Ok(Self {
             seed_results,
             packet_count: packets,
@@ -108,7 +109,7 @@ fn convert_to_replay_time(batch: &mut PacketBatch, speed: f64) {
 
 /// Returns the capacity of a core. Its queue is unlimited for the requests of an arrival log, but full queues drop
 /// packets.
-fn derive_core_capacity(config: &Config, trace: &dyn Trace) -> CoreCapacity {
+fn derive_core_capacity(config: &LbSimulationConfig, trace: &dyn Trace) -> CoreCapacity {
     match (config.core_capacity_pps, trace.core_service_rate()) {
         (Some(packets_per_s), None) => {
             CoreCapacity::Limited { packet_cost_ns: 1e9 / packets_per_s, queue_limit: Some(MAX_QUEUED_PACKETS) }
@@ -123,19 +124,19 @@ fn derive_core_capacity(config: &Config, trace: &dyn Trace) -> CoreCapacity {
     }
 }
 
-fn merge_runs(config: &Config, runs: Vec<TracePass>) -> Outcome {
+fn merge_runs(config: &LbSimulationConfig, runs: Vec<TracePassResults>) -> LbSimulationOutcome {
     let run_count = runs.len() as u64;
-    let mean_over_runs = |to_value: fn(&TracePass) -> u64| runs.iter().map(to_value).sum::<u64>() / run_count;
-    let mut skipped = SkipCounts::new();
+    let mean_over_runs = |to_value: fn(&TracePassResults) -> u64| runs.iter().map(to_value).sum::<u64>() / run_count;
+    let mut skipped = PacketSkipCounts::new();
     for (reason, packets) in runs.iter().flat_map(|run| &run.skip_counts) {
         *skipped.entry(*reason).or_default() += packets / run_count;
     }
-    let policy_outcome = |(position, name): (usize, &String)| {
+    let build_policy_outcome = |(position, name): (usize, &String)| {
         let seed_results = runs.iter().flat_map(|run| run.seed_results[position].iter().copied()).collect();
         PolicyOutcome::new(name, seed_results).expect("at least one seed")
     };
-    Outcome {
-        policies: config.policies.iter().enumerate().map(policy_outcome).collect(),
+    LbSimulationOutcome {
+        policies: config.policies.iter().enumerate().map(build_policy_outcome).collect(),
         packets: mean_over_runs(|run| run.packet_count),
         flows: mean_over_runs(|run| run.flow_count),
         seconds: mean_over_runs(|run| run.duration_ns) as f64 / 1e9,

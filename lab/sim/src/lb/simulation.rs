@@ -6,13 +6,13 @@ use coreward_model::policy::{self, Policy};
 use coreward_model::rss::seeded_rng;
 use coreward_model::statistics::{mean, variance_pct};
 
-use super::cores::{CoreCapacity, Cores};
-use super::history::HistoryLoad;
-use super::oracle::{ORACLE_POLICY_NAME, Oracle};
-use super::outcome::SeedResult;
-use super::{Config, Error};
+use super::cores::{CoreCapacity, SimulatedCores};
+use super::history::TraceHistoryLoad;
+use super::oracle::{ORACLE_POLICY_NAME, PlacementOracle};
+use super::outcome::LbSeedResult;
+use super::{Error, LbSimulationConfig};
 use crate::names::UnknownName;
-use crate::trace::{Packet, PacketBatch};
+use crate::trace::{PacketBatch, TracePacket};
 
 /// Random stream of [`seeded_rng`] from which server ids and the fleet's RSS key are drawn.
 const RNG_STREAM_SERVERS: u64 = 21;
@@ -24,29 +24,31 @@ const MAX_REPORTS_PER_GAP: u64 = 1_000;
 /// Policy or oracle that places new connections.
 enum PlacementMethod {
     Policy(Box<dyn Policy>),
-    Oracle(Oracle),
+    Oracle(PlacementOracle),
 }
 
 impl PlacementMethod {
     /// Returns the policy or oracle with this name. Fails when there is none.
     fn new(name: &str, seed: u64, core_count: usize) -> Result<Self, Error> {
         match name {
-            ORACLE_POLICY_NAME => Ok(Self::Oracle(Oracle::new(core_count))),
-            name => Ok(Self::Policy(policy::policy_by_name(name, seed).map_err(|_| unknown_policy_error(name))?)),
+            ORACLE_POLICY_NAME => Ok(Self::Oracle(PlacementOracle::new(core_count))),
+            name => Ok(Self::Policy(
+                policy::create_policy_by_name(name, seed).map_err(|_| build_unknown_policy_error(name))?,
+            )),
         }
     }
 }
 
 /// Results of the windows measured so far, one value per window in each field.
 #[derive(Debug, Default)]
-struct WindowResults {
+struct MeasuredWindowResults {
     server_variance_pct: Vec<f64>,
     core_variance_pct: Vec<f64>,
     max_over_mean: Vec<f64>,
 }
 
 #[derive(Debug, Clone)]
-struct CounterSnapshot {
+struct CoreCounterSnapshot {
     arrived_packet_counts: Vec<u64>,
     served_packet_counts: Vec<u64>,
     dropped_packet_count: u64,
@@ -54,7 +56,7 @@ struct CounterSnapshot {
     time_ns: u64,
 }
 
-impl CounterSnapshot {
+impl CoreCounterSnapshot {
     fn with_zero_counters(core_count: usize) -> Self {
         Self {
             arrived_packet_counts: vec![0; core_count],
@@ -67,12 +69,12 @@ impl CounterSnapshot {
 }
 
 /// Simulated fleet and load balancer under one policy and seed.
-pub struct Simulation {
+pub struct LbSimulation {
     placement_method: PlacementMethod,
     fleet: SimulatedCluster,
     cores_per_server: usize,
-    cores: Cores,
-    history: HistoryLoad,
+    cores: SimulatedCores,
+    history: TraceHistoryLoad,
     history_duration_ns: u64,
     core_by_flow: Vec<u16>,
     open_connection_counts: Vec<u32>,
@@ -84,13 +86,13 @@ pub struct Simulation {
     pending_table: Option<(u64, PlacementTable)>,
     window_end_ns: u64,
     /// Counters at the end of the newest window. The next field has those of the first window, which is not measured.
-    last_window_counters: CounterSnapshot,
-    first_window_counters: Option<CounterSnapshot>,
-    window_results: WindowResults,
+    last_window_counters: CoreCounterSnapshot,
+    first_window_counters: Option<CoreCounterSnapshot>,
+    window_results: MeasuredWindowResults,
 }
 
-fn build_random_fleet(config: &Config, seed: u64) -> SimulatedCluster {
-    let Config {
+fn build_random_fleet(config: &LbSimulationConfig, seed: u64) -> SimulatedCluster {
+    let LbSimulationConfig {
         servers,
         cores_per_server: cores,
         bucket_count: buckets,
@@ -109,10 +111,10 @@ fn build_random_fleet(config: &Config, seed: u64) -> SimulatedCluster {
     SimulatedCluster::new(plan).expect("as many entries as buckets")
 }
 
-impl Simulation {
+impl LbSimulation {
     /// Creates the simulation. Fails when no policy has the name `policy`.
     pub fn new(
-        config: &Config,
+        config: &LbSimulationConfig,
         policy: &str,
         seed: u64,
         capacity: CoreCapacity,
@@ -122,7 +124,8 @@ impl Simulation {
         let core_count = fleet.core_count();
         let placement_method = PlacementMethod::new(policy, seed, core_count)?;
         if let (Some(racks), PlacementMethod::Policy(_)) = (config.rack_controller_count, &placement_method) {
-            let policies = (0..racks).map(|_| policy::policy_by_name(policy, seed).expect("the controller has one"));
+            let policies =
+                (0..racks).map(|_| policy::create_policy_by_name(policy, seed).expect("the controller has one"));
             fleet.set_rack_controllers(RackControllers {
                 policies: policies.collect(),
                 max_candidates_per_bucket: config.rack_candidates.into(),
@@ -132,8 +135,8 @@ impl Simulation {
             placement_method,
             fleet,
             cores_per_server: usize::from(config.cores_per_server),
-            cores: Cores::new(core_count, capacity),
-            history: HistoryLoad::new(core_count, capacity, history_ns),
+            cores: SimulatedCores::new(core_count, capacity),
+            history: TraceHistoryLoad::new(core_count, capacity, history_ns),
             history_duration_ns: history_ns,
             core_by_flow: Vec::new(),
             open_connection_counts: vec![0; usize::from(config.servers)],
@@ -143,9 +146,9 @@ impl Simulation {
             table_delay_ns: u64::from(config.table_delay_ms) * 1_000_000,
             pending_table: None,
             window_end_ns: history_ns + u64::from(config.window_ms) * 1_000_000,
-            last_window_counters: CounterSnapshot::with_zero_counters(core_count),
+            last_window_counters: CoreCounterSnapshot::with_zero_counters(core_count),
             first_window_counters: None,
-            window_results: WindowResults::default(),
+            window_results: MeasuredWindowResults::default(),
         })
     }
 
@@ -157,21 +160,21 @@ impl Simulation {
                 self.advance_to(packet.time_ns);
             }
             self.install_due_table(packet.time_ns);
-            if packet.event.opens() {
+            if packet.event.opens_flow() {
                 self.open_flow(packet, first_packets.next().expect("one for each flow that opens"))?;
             }
             let core = usize::from(self.core_by_flow[packet.flow_number as usize]);
-            if packet.event.is_packet() {
+            if packet.event.has_packet() {
                 self.cores.process_arrival(core, packet.time_ns, packet.wire_bytes);
             }
-            if packet.event.closes() {
+            if packet.event.closes_flow() {
                 self.close_flow(packet, core);
             }
         }
         Ok(())
     }
 
-    fn open_flow(&mut self, packet: &Packet, first_packet: &crate::trace::FirstPacket) -> Result<(), Error> {
+    fn open_flow(&mut self, packet: &TracePacket, first_packet: &crate::trace::FirstPacket) -> Result<(), Error> {
         let core = match &mut self.placement_method {
             PlacementMethod::Policy(_) => self.fleet.place_connection(&first_packet.tuple),
             PlacementMethod::Oracle(oracle) => {
@@ -192,7 +195,7 @@ impl Simulation {
         Ok(())
     }
 
-    fn close_flow(&mut self, packet: &Packet, core: usize) {
+    fn close_flow(&mut self, packet: &TracePacket, core: usize) {
         self.open_connection_counts[core / self.cores_per_server] -= 1;
         if let PlacementMethod::Oracle(oracle) = &mut self.placement_method {
             oracle.remove_flow(packet.flow_number, core);
@@ -231,10 +234,10 @@ impl Simulation {
         // Connections assigned until now count for the previous table, so a due table is installed before new reports.
         self.install_due_table(now_ns);
         let PlacementMethod::Policy(policy) = &mut self.placement_method else { return };
-        let history_busy_ns = self.history.busy_ns(now_ns).iter();
+        let history_busy_ns = self.history.core_busy_ns(now_ns).iter();
         let busy_ns: Vec<u64> = self
             .cores
-            .busy_ns(now_ns)
+            .core_busy_ns(now_ns)
             .zip(history_busy_ns)
             .map(|(trace_ns, history_ns)| trace_ns + *history_ns as u64)
             .collect();
@@ -253,7 +256,7 @@ impl Simulation {
     }
 
     fn close_window(&mut self, now_ns: u64) {
-        let counters = CounterSnapshot {
+        let counters = CoreCounterSnapshot {
             arrived_packet_counts: self.cores.arrived_packet_counts().to_vec(),
             served_packet_counts: self.cores.served_packet_counts(now_ns).collect(),
             dropped_packet_count: self.cores.dropped_packet_count(),
@@ -283,7 +286,7 @@ impl Simulation {
     }
 
     /// Ends the simulation at the end of the trace and returns its results, or `None` if no window was measured.
-    pub fn into_result(mut self, end_ns: u64) -> Option<SeedResult> {
+    pub fn into_result(mut self, end_ns: u64) -> Option<LbSeedResult> {
         self.advance_to(end_ns);
         // A capture of n seconds ends slightly before the n-th window does.
         if end_ns >= self.window_end_ns - self.window_ns / 20 {
@@ -294,7 +297,7 @@ impl Simulation {
         let measured_seconds = (self.last_window_counters.time_ns - first_window_counters.time_ns) as f64 / 1e9;
         let arrived_packets = sum_over_cores(&self.last_window_counters.arrived_packet_counts)
             - sum_over_cores(&first_window_counters.arrived_packet_counts);
-        Some(SeedResult {
+        Some(LbSeedResult {
             server_variance_pct: mean(&self.window_results.server_variance_pct)?,
             core_variance_pct: mean(&self.window_results.core_variance_pct)?,
             max_over_mean: mean(&self.window_results.max_over_mean)?,
@@ -313,6 +316,6 @@ impl Simulation {
     }
 }
 
-pub fn unknown_policy_error(name: &str) -> UnknownName {
+pub fn build_unknown_policy_error(name: &str) -> UnknownName {
     UnknownName::new("policy", name, policy::policy_names().into_iter().chain([ORACLE_POLICY_NAME]))
 }

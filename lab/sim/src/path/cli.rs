@@ -4,10 +4,10 @@ use coreward_model::fleet::IndirectionTableDraw;
 use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 
-use super::{Config, ReportPhase, run};
+use super::{PathSimulationConfig, ReportPhase, run};
 use crate::lb::cli::{parse_bucket_count, parse_smoothing_weight};
-use crate::output::{Format, Printable as _};
-use crate::rpc::{Policy, ServiceTimeDistribution};
+use crate::output::{PrintableResult as _, ResultFormat};
+use crate::rpc::{CoreSelectionPolicy, ServiceTimeDistribution};
 
 /// Arguments of `coreward-lab sim path`.
 #[derive(Debug, clap::Args)]
@@ -23,7 +23,7 @@ pub struct PathArgs {
     policy: Vec<String>,
     /// Policies inside the servers, as in `coreward-lab sim rpc`; may be repeated
     #[arg(long, default_values = ["rss", "jsq"])]
-    dispatch: Vec<Policy>,
+    dispatch: Vec<CoreSelectionPolicy>,
     /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR
     #[arg(long, default_value = "exp")]
     service: ServiceTimeDistribution,
@@ -70,14 +70,14 @@ pub struct PathArgs {
     #[arg(long, default_value_t = 5)]
     seeds: u64,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    format: Format,
+    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
+    format: ResultFormat,
 }
 
 impl PathArgs {
     /// Runs the simulation and returns its result as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
-        let config = Config {
+        let config = PathSimulationConfig {
             servers: self.servers,
             cores_per_server: self.cores,
             policies: self.policy,
@@ -85,7 +85,7 @@ impl PathArgs {
             service: self.service,
             unit_us: self.unit_us,
             interface_latency: self.latency,
-            load: self.load,
+            offered_load: self.load,
             requests_per_connection: self.requests_per_connection,
             request_gap: self.request_gap,
             rate_sigma: self.rate_sigma,
@@ -95,7 +95,7 @@ impl PathArgs {
             smoothing_weight: self.alpha,
             report_phase: self.report_phase,
             window_ms: self.window_ms,
-            seconds: self.seconds,
+            arrival_seconds: self.seconds,
             seeds: (1..=self.seeds).collect(),
         };
         Ok(run(&config)?.render(self.format))

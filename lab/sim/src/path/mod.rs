@@ -2,8 +2,8 @@
 //! The load balancer places connections on servers by reported loads, and in each server a policy assigns requests to
 //! cores.
 //!
-//! * [`Config`] and [`run`]: configuration and execution
-//! * [`Outcome`][]: results
+//! * [`PathSimulationConfig`] and [`run`]: configuration and execution
+//! * [`PathSimulationOutcome`][]: results
 //! * [`traffic`]: connections and their requests
 //! * [`simulation`]: one combination of policies and one seed
 //!
@@ -20,28 +20,28 @@ use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy;
 
-pub use outcome::{CombinationOutcome, Outcome, SeedResult};
+pub use outcome::{PathSeedResult, PathSimulationOutcome, PolicyCombinationOutcome};
 
 use crate::names::UnknownName;
 use crate::par_map_ordered;
 use crate::range::OutOfRange;
-use crate::rpc::ticks::{Tick, to_ticks};
-use crate::rpc::{self, Policy, ServiceTimeDistribution};
-use simulation::Simulation;
+use crate::rpc::ticks::{Tick, units_to_ticks};
+use crate::rpc::{self, CoreSelectionPolicy, ServiceTimeDistribution};
+use simulation::PathSimulation;
 
 /// Configuration of a simulation. Times whose name has no unit are in units of service time (see
 /// [`ServiceTimeDistribution`]).
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
+pub struct PathSimulationConfig {
     /// Number of servers, at least 1.
     pub servers: u16,
     /// Number of cores of each server, at least 1.
     pub cores_per_server: u16,
     /// Names of the load balancer's policies, from [`coreward_model::policy`].
     pub policies: Vec<String>,
-    /// Policies inside the servers. Each is simulated with each of `policies`. [`Policy::Rss`] assigns a request to the
-    /// core that the load balancer predicts.
-    pub dispatch_policies: Vec<Policy>,
+    /// Policies inside the servers. Each is simulated with each of `policies`. [`CoreSelectionPolicy::Rss`] assigns a
+    /// request to the core that the load balancer predicts.
+    pub dispatch_policies: Vec<CoreSelectionPolicy>,
     pub service: ServiceTimeDistribution,
     /// Duration of the unit of service time (us), from 0.001 to 1,000,000,000. It relates requests to the report
     /// interval.
@@ -49,7 +49,7 @@ pub struct Config {
     /// One-way latency between NIC and cores.
     pub interface_latency: f64,
     /// Offered load as a fraction of the total capacity of all cores, below 1.
-    pub load: f64,
+    pub offered_load: f64,
     /// Mean number of requests per connection (geometric), from 1 to 1,000,000,000. With 1, each has exactly one.
     pub requests_per_connection: f64,
     /// Mean time between two successive requests of a connection (exponential).
@@ -69,7 +69,7 @@ pub struct Config {
     pub window_ms: f64,
     /// Time during which connections arrive (s). The warm-up is its first tenth, or two mean connection lifetimes if
     /// longer.
-    pub seconds: f64,
+    pub arrival_seconds: f64,
     /// Seeds of the runs. Each draws the traffic, server ids, indirection tables and keys. All combinations of policies
     /// get the same traffic.
     pub seeds: Vec<u64>,
@@ -85,17 +85,17 @@ pub enum ReportPhase {
     Random,
 }
 
-impl Default for Config {
+impl Default for PathSimulationConfig {
     fn default() -> Self {
         Self {
             servers: 4,
             cores_per_server: 4,
             policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
-            dispatch_policies: vec![Policy::Rss, Policy::ShortestQueue],
+            dispatch_policies: vec![CoreSelectionPolicy::Rss, CoreSelectionPolicy::ShortestQueue],
             service: ServiceTimeDistribution::Exponential,
             unit_us: 100.0,
             interface_latency: 0.0,
-            load: 0.7,
+            offered_load: 0.7,
             requests_per_connection: 100.0,
             request_gap: 50.0,
             rate_sigma: 1.0,
@@ -105,7 +105,7 @@ impl Default for Config {
             smoothing_weight: SmoothingWeight::PAPER_VALUE,
             report_phase: ReportPhase::Aligned,
             window_ms: 1_000.0,
-            seconds: 20.0,
+            arrival_seconds: 20.0,
             seeds: (1..=5).collect(),
         }
     }
@@ -131,15 +131,15 @@ pub enum Error {
     TooShort { seconds: f64, min_seconds: f64 },
 }
 
-impl Config {
+impl PathSimulationConfig {
     fn seconds_to_ticks(&self, seconds: f64) -> Tick {
-        to_ticks(seconds * 1e6 / self.unit_us)
+        units_to_ticks(seconds * 1e6 / self.unit_us)
     }
 
     /// Returns the duration of the warm-up at the start of the run (s).
     fn warm_up_seconds(&self) -> f64 {
         let mean_connection_seconds = (self.requests_per_connection - 1.0) * self.request_gap * self.unit_us / 1e6;
-        (self.seconds / 10.0).max(2.0 * mean_connection_seconds)
+        (self.arrival_seconds / 10.0).max(2.0 * mean_connection_seconds)
     }
 
     /// Checks the configuration. An error names the value that is out of range, and the allowed range.
@@ -151,7 +151,7 @@ impl Config {
                 "servers x cores",
                 f64::from(self.servers) * f64::from(self.cores_per_server),
                 1.0,
-                f64::from(crate::lb::MAX_CORES),
+                f64::from(crate::lb::MAX_TOTAL_CORES),
             ),
             ("unit-us", self.unit_us, 1e-3, 1e9),
             ("requests-per-connection", self.requests_per_connection, 1.0, 1e9),
@@ -159,7 +159,7 @@ impl Config {
             ("rate-sigma", self.rate_sigma, 0.0, 3.0),
             ("report-ms", self.report_interval_ms, 1e-3, 1e4),
             ("window-ms", self.window_ms, 1e-3, 3.6e6),
-            ("seconds", self.seconds, 1e-6, 1e6),
+            ("seconds", self.arrival_seconds, 1e-6, 1e6),
             ("policies", self.policies.len() as f64, 1.0, 1e3),
             ("dispatch policies", self.dispatch_policies.len() as f64, 1.0, 1e3),
             ("seeds", self.seeds.len() as f64, 1.0, 1e4),
@@ -177,42 +177,51 @@ impl Config {
             return Err(UnknownName::new("policy", unknown_policy, known_policies).into());
         }
         let min_seconds = (2.0 * self.warm_up_seconds()).max(self.warm_up_seconds() + 2.0 * self.window_ms / 1e3);
-        if self.seconds < min_seconds {
-            return Err(Error::TooShort { seconds: self.seconds, min_seconds });
+        if self.arrival_seconds < min_seconds {
+            return Err(Error::TooShort { seconds: self.arrival_seconds, min_seconds });
         }
         Ok(())
     }
 
-    fn check_server_config(&self, policy: &Policy) -> Result<(), Error> {
-        let Self { cores_per_server: cores, interface_latency: latency, load, .. } = *self;
-        let server_config =
-            rpc::Config { policy: policy.clone(), cores, interface_latency: latency, load, ..rpc::Config::default() };
-        let server_config = rpc::Config { service: self.service.clone(), ..server_config };
+    fn check_server_config(&self, policy: &CoreSelectionPolicy) -> Result<(), Error> {
+        let Self { cores_per_server: cores, interface_latency: latency, offered_load: load, .. } = *self;
+        let server_config = rpc::RpcSimulationConfig {
+            policy: policy.clone(),
+            cores,
+            interface_latency: latency,
+            offered_load: load,
+            ..rpc::RpcSimulationConfig::default()
+        };
+        let server_config = rpc::RpcSimulationConfig { service: self.service.clone(), ..server_config };
         Ok(server_config.check_load_below_capacity(self.bucket_count.get())?)
     }
 }
 
 /// Simulates every combination of policies with every seed. Fails when the configuration is invalid.
-pub fn run(config: &Config) -> Result<Outcome, Error> {
+pub fn run(config: &PathSimulationConfig) -> Result<PathSimulationOutcome, Error> {
     config.check()?;
-    let combinations: Vec<(&String, &Policy)> = config
+    let combinations: Vec<(&String, &CoreSelectionPolicy)> = config
         .policies
         .iter()
         .flat_map(|policy| config.dispatch_policies.iter().map(move |dispatch| (policy, dispatch)))
         .collect();
-    let runs: Vec<(&String, &Policy, u64)> = combinations
+    let runs: Vec<(&String, &CoreSelectionPolicy, u64)> = combinations
         .iter()
         .flat_map(|(policy, dispatch)| config.seeds.iter().map(move |seed| (*policy, *dispatch, *seed)))
         .collect();
     let seed_outcomes = par_map_ordered(&runs, |(policy, dispatch, seed)| {
-        Ok::<_, Error>(Simulation::new(config, policy, dispatch, *seed)?.run())
+        Ok::<_, Error>(PathSimulation::new(config, policy, dispatch, *seed)?.run())
     });
-    let seed_results: Vec<SeedResult> = seed_outcomes.into_iter().collect::<Result<_, _>>()?;
-    let build_combination = |((policy, dispatch), seeds): (&(&String, &Policy), &[SeedResult])| {
-        CombinationOutcome::new(policy, &dispatch.to_string(), seeds)
-    };
+    let seed_results: Vec<PathSeedResult> = seed_outcomes.into_iter().collect::<Result<_, _>>()?;
+    let build_combination_outcome =
+        |((policy, dispatch), seeds): (&(&String, &CoreSelectionPolicy), &[PathSeedResult])| {
+            PolicyCombinationOutcome::new(policy, &dispatch.to_string(), seeds)
+        };
     let requests = seed_results.iter().map(|run| run.request_count).sum::<u64>() / seed_results.len() as u64;
-    let combinations =
-        combinations.iter().zip(seed_results.chunks(config.seeds.len())).filter_map(build_combination).collect();
-    Ok(Outcome { combinations, requests, unit_us: config.unit_us })
+    let combinations = combinations
+        .iter()
+        .zip(seed_results.chunks(config.seeds.len()))
+        .filter_map(build_combination_outcome)
+        .collect();
+    Ok(PathSimulationOutcome { combinations, requests, unit_us: config.unit_us })
 }

@@ -2,13 +2,13 @@
 
 use serde::Serialize;
 
-use crate::output::Printable;
+use crate::output::PrintableResult;
 use crate::rpc::LatencySummary;
 use crate::seed_summary::SeedSummary;
 
 /// Results of one combination of policies with one seed.
 #[derive(Debug, Clone, PartialEq)]
-pub struct SeedResult {
+pub struct PathSeedResult {
     /// Latency of all requests after the warm-up, in units of service time. It is measured from the arrival at the
     /// server's NIC to the response's departure.
     pub latency: LatencySummary,
@@ -21,7 +21,7 @@ pub struct SeedResult {
 
 /// Results of one combination of policies, summarized over all seeds. Latencies are in units of service time.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct CombinationOutcome {
+pub struct PolicyCombinationOutcome {
     pub policy: String,
     /// Policy by which a server assigns requests to its cores.
     pub dispatch: String,
@@ -38,10 +38,10 @@ pub struct CombinationOutcome {
     pub core_variance_pct: SeedSummary,
 }
 
-impl CombinationOutcome {
+impl PolicyCombinationOutcome {
     /// Summarizes the results of all seeds, or returns `None` if there are none.
-    pub fn new(policy: &str, dispatch: &str, seed_results: &[SeedResult]) -> Option<Self> {
-        let summarize = |to_value: fn(&SeedResult) -> f64| {
+    pub fn new(policy: &str, dispatch: &str, seed_results: &[PathSeedResult]) -> Option<Self> {
+        let summarize = |to_value: fn(&PathSeedResult) -> f64| {
             SeedSummary::from_values(&seed_results.iter().map(to_value).collect::<Vec<_>>())
         };
         Some(Self {
@@ -59,32 +59,32 @@ impl CombinationOutcome {
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Outcome {
+pub struct PathSimulationOutcome {
     /// Results of each load balancer policy combined with each policy inside the servers.
-    pub combinations: Vec<CombinationOutcome>,
+    pub combinations: Vec<PolicyCombinationOutcome>,
     /// Number of requests that arrived, averaged over the seeds.
     pub requests: u64,
     /// Duration of the unit of service time (us).
     pub unit_us: f64,
 }
 
-impl Printable for Outcome {
-    fn columns(&self) -> Vec<&'static str> {
+impl PrintableResult for PathSimulationOutcome {
+    fn column_titles(&self) -> Vec<&'static str> {
         vec!["policy", "dispatch", "mean", "p50", "p90", "p99", "p99.9", "server variance %", "core variance %"]
     }
 
-    fn rows(&self) -> Vec<Vec<String>> {
-        let combination_row = |combination: &CombinationOutcome| {
-            let CombinationOutcome { mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct, .. } =
+    fn table_rows(&self) -> Vec<Vec<String>> {
+        let format_combination_row = |combination: &PolicyCombinationOutcome| {
+            let PolicyCombinationOutcome { mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct, .. } =
                 combination;
             let statistics = [mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct];
             let names = [combination.policy.clone(), combination.dispatch.clone()];
             names.into_iter().chain(statistics.map(|statistic| format!("{:.3}", statistic.median))).collect()
         };
-        self.combinations.iter().map(combination_row).collect()
+        self.combinations.iter().map(format_combination_row).collect()
     }
 
-    fn remarks(&self) -> Vec<String> {
+    fn table_remarks(&self) -> Vec<String> {
         vec![
             format!(
                 "medians over the seeds; latency at the server, from the NIC in to the NIC out, in service times of \

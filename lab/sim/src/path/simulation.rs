@@ -7,13 +7,15 @@ use coreward_model::statistics::{mean, variance_pct};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::traffic::{ConnectionId, Traffic, TrafficEvent};
-use super::{Config, Error, ReportPhase, SeedResult};
+use super::traffic::{ConnectionId, SimulatedTraffic, TrafficEvent};
+use super::{Error, PathSeedResult, PathSimulationConfig, ReportPhase};
 use crate::names::UnknownName;
-use crate::rpc::outcome::{LatencyRecorder, Observer as _};
-use crate::rpc::server::{Request, Response, ResponseSink, Server, ServerSpec, ServerVisitor};
-use crate::rpc::ticks::{NEVER, Tick, to_ticks};
-use crate::rpc::{Policy, ServiceTimeSampler};
+use crate::rpc::outcome::{LatencyRecorder, ResponseObserver as _};
+use crate::rpc::server::{
+    QueueingServer, ResponseSink, ServerSpec, ServerVisitor, SimulatedRequest, SimulatedResponse,
+};
+use crate::rpc::ticks::{NEVER, Tick, units_to_ticks};
+use crate::rpc::{CoreSelectionPolicy, ServiceTimeSampler};
 
 /// Random streams of [`seeded_rng`] for servers, service times, hashes, and the times at which agents report.
 const RNG_STREAM_SERVERS: u64 = 0x7061_7411;
@@ -22,20 +24,20 @@ const RNG_STREAM_HASHES: u64 = 0x7061_7413;
 const RNG_STREAM_REPORT_PHASES: u64 = 0x7061_7414;
 
 /// Simulated fleet, whose servers receive the simulated traffic.
-pub struct Simulation<'a> {
-    config: &'a Config,
-    dispatch_policy: &'a Policy,
+pub struct PathSimulation<'a> {
+    config: &'a PathSimulationConfig,
+    dispatch_policy: &'a CoreSelectionPolicy,
     placement: Box<dyn Placement>,
     fleet: SimulatedCluster,
-    servers: Vec<Box<dyn Server<ResponseTracker>>>,
-    traffic: Traffic,
+    servers: Vec<Box<dyn QueueingServer<ResponseTracker>>>,
+    traffic: SimulatedTraffic,
     service_time_sampler: ServiceTimeSampler,
     service_rng: Xoshiro256PlusPlus,
     hash_rng: Xoshiro256PlusPlus,
     response_tracker: ResponseTracker,
     busy_time_readings: Vec<BusyTimeReading>,
-    request_count: u64,
-    window_results: WindowResults,
+    arrived_request_count: u64,
+    window_results: MeasuredWindowResults,
 }
 
 /// Last reading that a server's agent took of the busy times of its cores.
@@ -49,7 +51,7 @@ struct BusyTimeReading {
 /// Recorder of the responses, which also tracks the open connections.
 struct ResponseTracker {
     latency_recorder: LatencyRecorder,
-    connections: Vec<Connection>,
+    connections: Vec<SimulatedConnection>,
     /// Ids of closed connections, which new connections can reuse.
     free_connection_ids: Vec<ConnectionId>,
     /// Number of open connections on each server.
@@ -57,7 +59,7 @@ struct ResponseTracker {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Connection {
+struct SimulatedConnection {
     server_index: u16,
     flow_hash: u32,
     /// Number of requests that have arrived but are not answered yet.
@@ -67,9 +69,9 @@ struct Connection {
 }
 
 impl ResponseSink for ResponseTracker {
-    fn handle_response(&mut self, response: &Response) {
+    fn handle_response(&mut self, response: &SimulatedResponse) {
         self.latency_recorder.handle_response(response);
-        let id = ConnectionId(response.request.connection);
+        let id = ConnectionId(response.request.connection_number);
         let connection = &mut self.connections[id.0 as usize];
         connection.unanswered_requests -= 1;
         if connection.has_last_request_arrived && connection.unanswered_requests == 0 {
@@ -92,7 +94,7 @@ impl ResponseTracker {
     fn open_connection(&mut self, server_index: u16, flow_hash: u32) -> ConnectionId {
         self.open_connection_counts[usize::from(server_index)] += 1;
         let connection =
-            Connection { server_index, flow_hash, unanswered_requests: 0, has_last_request_arrived: false };
+            SimulatedConnection { server_index, flow_hash, unanswered_requests: 0, has_last_request_arrived: false };
         let Some(id) = self.free_connection_ids.pop() else {
             self.connections.push(connection);
             return ConnectionId(self.connections.len() as u32 - 1);
@@ -104,13 +106,13 @@ impl ResponseTracker {
 
 /// Results of all measured windows, and the cores' busy times at the start of the current window.
 #[derive(Debug)]
-struct WindowResults {
+struct MeasuredWindowResults {
     window_start_busy_times: Vec<Tick>,
     server_variance_pct: Vec<f64>,
     core_variance_pct: Vec<f64>,
 }
 
-impl WindowResults {
+impl MeasuredWindowResults {
     fn new(core_count: usize) -> Self {
         Self {
             window_start_busy_times: vec![0; core_count],
@@ -121,18 +123,18 @@ impl WindowResults {
 }
 
 /// Visitor that returns a server in a box, so that servers of different types fit into one list.
-struct BoxServer;
+struct ServerBoxingVisitor;
 
-impl<S: ResponseSink> ServerVisitor<S> for BoxServer {
-    type Output = Box<dyn Server<S>>;
+impl<S: ResponseSink> ServerVisitor<S> for ServerBoxingVisitor {
+    type Output = Box<dyn QueueingServer<S>>;
 
-    fn visit(self, server: impl Server<S> + 'static) -> Box<dyn Server<S>> {
+    fn visit_server(self, server: impl QueueingServer<S> + 'static) -> Box<dyn QueueingServer<S>> {
         Box::new(server)
     }
 }
 
-fn build_random_fleet(config: &Config, seed: u64) -> SimulatedCluster {
-    let Config {
+fn build_random_fleet(config: &PathSimulationConfig, seed: u64) -> SimulatedCluster {
+    let PathSimulationConfig {
         servers,
         cores_per_server: cores,
         bucket_count: buckets,
@@ -156,10 +158,10 @@ fn build_random_fleet(config: &Config, seed: u64) -> SimulatedCluster {
 }
 
 /// Returns the servers' initial readings, which are all 0, with the times at which their agents take the first ones.
-fn initial_core_readings(config: &Config, seed: u64) -> Vec<BusyTimeReading> {
+fn initial_busy_time_readings(config: &PathSimulationConfig, seed: u64) -> Vec<BusyTimeReading> {
     let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
     let report_interval = config.seconds_to_ticks(config.report_interval_ms / 1e3);
-    let initial_reading = |_| {
+    let build_initial_reading = |_| {
         let next_read_at = match config.report_phase {
             ReportPhase::Aligned => 0,
             ReportPhase::Random => report_interval * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
@@ -170,45 +172,50 @@ fn initial_core_readings(config: &Config, seed: u64) -> Vec<BusyTimeReading> {
             core_busy_times: vec![0; usize::from(config.cores_per_server)],
         }
     };
-    (0..config.servers).map(initial_reading).collect()
+    (0..config.servers).map(build_initial_reading).collect()
 }
 
-impl<'a> Simulation<'a> {
+impl<'a> PathSimulation<'a> {
     /// Creates a simulation in which the load balancer uses `policy` and the servers use `dispatch_policy`.
-    pub fn new(config: &'a Config, policy: &str, dispatch_policy: &'a Policy, seed: u64) -> Result<Self, Error> {
+    pub fn new(
+        config: &'a PathSimulationConfig,
+        policy: &str,
+        dispatch_policy: &'a CoreSelectionPolicy,
+        seed: u64,
+    ) -> Result<Self, Error> {
         let fleet = build_random_fleet(config, seed);
         let unknown_policy_error = |_| UnknownName::new("policy", policy, policy::policy_names());
-        let class_count = config.service.class_times().len();
+        let class_count = config.service.class_service_times().len();
         let build_server = |position| {
             let spec = ServerSpec {
                 policy: dispatch_policy,
-                cores: config.cores_per_server,
+                core_count: config.cores_per_server,
                 class_count: class_count as u8,
-                interface_latency: to_ticks(config.interface_latency),
+                interface_latency: units_to_ticks(config.interface_latency),
                 indirection_table: fleet.indirection_table(position),
             };
-            spec.build_and_visit(BoxServer)
+            spec.build_and_visit(ServerBoxingVisitor)
         };
         Ok(Self {
-            placement: policy::policy_by_name(policy, seed).map_err(unknown_policy_error)?,
+            placement: policy::create_policy_by_name(policy, seed).map_err(unknown_policy_error)?,
             servers: (0..usize::from(config.servers)).map(build_server).collect(),
-            traffic: Traffic::new(config, seed),
-            service_time_sampler: config.service.sampler(),
+            traffic: SimulatedTraffic::new(config, seed),
+            service_time_sampler: config.service.build_sampler(),
             service_rng: seeded_rng(seed, RNG_STREAM_SERVICES),
             hash_rng: seeded_rng(seed, RNG_STREAM_HASHES),
             response_tracker: ResponseTracker::new(class_count, config.servers),
-            busy_time_readings: initial_core_readings(config, seed),
-            request_count: 0,
-            window_results: WindowResults::new(fleet.core_count()),
+            busy_time_readings: initial_busy_time_readings(config, seed),
+            arrived_request_count: 0,
+            window_results: MeasuredWindowResults::new(fleet.core_count()),
             config,
             dispatch_policy,
             fleet,
         })
     }
 
-    pub fn run(mut self) -> SeedResult {
+    pub fn run(mut self) -> PathSeedResult {
         let seconds_to_ticks = |seconds: f64| self.config.seconds_to_ticks(seconds);
-        let [end_time, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(seconds_to_ticks);
+        let [end_time, warm_up] = [self.config.arrival_seconds, self.config.warm_up_seconds()].map(seconds_to_ticks);
         let [report_ticks, window_ticks] =
             [self.config.report_interval_ms / 1e3, self.config.window_ms / 1e3].map(seconds_to_ticks);
         let report_interval = report_ticks.max(1);
@@ -227,7 +234,7 @@ impl<'a> Simulation<'a> {
             if now == next_window {
                 self.close_window(now, is_measuring);
                 if !is_measuring {
-                    self.response_tracker.latency_recorder.measure_from(now);
+                    self.response_tracker.latency_recorder.begin_measurement_at(now);
                     is_measuring = true;
                 }
                 next_window += window_ticks.max(1);
@@ -246,15 +253,19 @@ impl<'a> Simulation<'a> {
     }
 
     /// Runs the servers until they have answered all requests, and returns the results.
-    fn into_result(mut self) -> SeedResult {
+    fn into_result(mut self) -> PathSeedResult {
         for server in &mut self.servers {
             server.advance(NEVER - 1, &mut self.response_tracker);
         }
-        SeedResult {
-            latency: self.response_tracker.latency_recorder.all_latencies().expect("requests come after the warm-up"),
+        PathSeedResult {
+            latency: self
+                .response_tracker
+                .latency_recorder
+                .overall_latencies()
+                .expect("requests come after the warm-up"),
             server_variance_pct: mean(&self.window_results.server_variance_pct).unwrap_or(0.0),
             core_variance_pct: mean(&self.window_results.core_variance_pct).unwrap_or(0.0),
-            request_count: self.request_count,
+            request_count: self.arrived_request_count,
         }
     }
 
@@ -270,31 +281,31 @@ impl<'a> Simulation<'a> {
                 id
             }
         };
-        let (class, work) = self.service_time_sampler.sample(&mut self.service_rng);
+        let (class, work) = self.service_time_sampler.sample_class_and_time(&mut self.service_rng);
         let connection = &mut self.response_tracker.connections[id.0 as usize];
         connection.unanswered_requests += 1;
         connection.has_last_request_arrived = !self.traffic.has_more_requests(id);
         let server = &mut self.servers[usize::from(connection.server_index)];
-        let request = Request {
+        let request = SimulatedRequest {
             arrived_at: now,
             work,
             request_hash: self.hash_rng.next_u32(),
             flow_hash: connection.flow_hash,
-            connection: id.0,
-            class,
-            service: self.dispatch_policy.priorities().service_of_class(class),
+            connection_number: id.0,
+            class_index: class,
+            service: self.dispatch_policy.class_priorities().service_of_class(class),
         };
         server.advance(now, &mut self.response_tracker);
         server.add_request(request);
-        self.request_count += 1;
+        self.arrived_request_count += 1;
     }
 
     /// Returns each core's busy time from the start of the simulation until now (ticks).
-    fn busy_times(&mut self, now: Tick) -> Vec<Tick> {
+    fn core_busy_times(&mut self, now: Tick) -> Vec<Tick> {
         let mut busy_times = Vec::with_capacity(self.window_results.window_start_busy_times.len());
         for server in &mut self.servers {
             server.advance(now, &mut self.response_tracker);
-            busy_times.extend(server.busy_times(now));
+            busy_times.extend(server.core_busy_times(now));
         }
         busy_times
     }
@@ -310,7 +321,7 @@ impl<'a> Simulation<'a> {
     fn read_core_busy_times(&mut self, server_index: usize, now: Tick) {
         let server = &mut self.servers[server_index];
         server.advance(now, &mut self.response_tracker);
-        let mut busy_times: Vec<Tick> = server.busy_times(now).to_vec();
+        let mut busy_times: Vec<Tick> = server.core_busy_times(now).to_vec();
         if self.config.requests_per_connection == 1.0 && !self.dispatch_policy.follows_rss() {
             let mean_busy_time = busy_times.iter().sum::<Tick>() / busy_times.len() as Tick;
             busy_times.fill(mean_busy_time);
@@ -325,15 +336,15 @@ impl<'a> Simulation<'a> {
             server.advance(now, &mut self.response_tracker);
         }
         let ns_per_unit = self.config.unit_us * 1e3;
-        let to_ns = |time: Tick| (crate::rpc::ticks::to_units(time) * ns_per_unit) as u64;
+        let ticks_to_ns = |time: Tick| (crate::rpc::ticks::ticks_to_units(time) * ns_per_unit) as u64;
         let busy_ns: Vec<u64> = self
             .busy_time_readings
             .iter()
             .flat_map(|reading| &reading.core_busy_times)
-            .map(|busy_time| to_ns(*busy_time))
+            .map(|busy_time| ticks_to_ns(*busy_time))
             .collect();
         let last_read_ns: Vec<Option<u64>> =
-            self.busy_time_readings.iter().map(|reading| reading.last_read_at.map(to_ns)).collect();
+            self.busy_time_readings.iter().map(|reading| reading.last_read_at.map(ticks_to_ns)).collect();
         self.fleet.report_at_times_and_install(
             &last_read_ns,
             &busy_ns,
@@ -343,7 +354,7 @@ impl<'a> Simulation<'a> {
     }
 
     fn close_window(&mut self, now: Tick, is_measured: bool) {
-        let busy_times = self.busy_times(now);
+        let busy_times = self.core_busy_times(now);
         let busy_time_increase =
             |(busy_time, previous_busy_time): (&Tick, &Tick)| (busy_time - previous_busy_time) as f64;
         let core_busy_times: Vec<f64> =
@@ -366,10 +377,14 @@ mod tests {
 
     #[test]
     fn requests_reach_the_predicted_core_under_rss() {
-        let config = Config { requests_per_connection: 3.0, seconds: 1.0, ..Config::default() };
-        let new_simulation = || Simulation::new(&config, "hash", &Policy::Rss, 7).unwrap();
-        let (mut simulation, mut reference) = (new_simulation(), new_simulation());
-        let end_time = simulation.traffic.next_event_time() + 300 * to_ticks(1.0);
+        let config = PathSimulationConfig {
+            requests_per_connection: 3.0,
+            arrival_seconds: 1.0,
+            ..PathSimulationConfig::default()
+        };
+        let create_simulation = || PathSimulation::new(&config, "hash", &CoreSelectionPolicy::Rss, 7).unwrap();
+        let (mut simulation, mut reference) = (create_simulation(), create_simulation());
+        let end_time = simulation.traffic.next_event_time() + 300 * units_to_ticks(1.0);
         let mut expected_busy_times = vec![0; simulation.fleet.core_count()];
         let mut predicted_cores = Vec::new();
         for simulation in [&mut simulation, &mut reference] {
@@ -390,10 +405,10 @@ mod tests {
                 }
             };
             expected_busy_times[predicted_cores[id.0 as usize]] +=
-                reference.service_time_sampler.sample(&mut reference.service_rng).1;
+                reference.service_time_sampler.sample_class_and_time(&mut reference.service_rng).1;
         }
         assert!(predicted_cores.len() > 500);
-        assert_eq!(simulation.busy_times(NEVER - 1), expected_busy_times);
+        assert_eq!(simulation.core_busy_times(NEVER - 1), expected_busy_times);
         assert!(
             simulation.response_tracker.open_connection_counts.iter().sum::<u32>() > 0,
             "some connections are to have more requests"

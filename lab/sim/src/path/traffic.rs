@@ -8,9 +8,9 @@ use coreward_model::FourTuple;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::Config;
-use crate::random::{exponential, log_normal, uniform_unit};
-use crate::rpc::ticks::{NEVER, Tick, to_ticks};
+use super::PathSimulationConfig;
+use crate::random::{draw_exponential, draw_log_normal, draw_uniform_unit};
+use crate::rpc::ticks::{NEVER, Tick, units_to_ticks};
 
 /// Event of the simulated traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,8 +27,8 @@ pub struct ConnectionId(pub u32);
 
 /// Number of a connection's remaining requests, and the mean gap between two requests (ticks).
 #[derive(Debug, Clone, Copy)]
-struct PendingRequests {
-    request_count: u64,
+struct RemainingRequests {
+    remaining_request_count: u64,
     mean_gap_ticks: f64,
 }
 
@@ -36,7 +36,7 @@ struct PendingRequests {
 /// requests. Gaps between requests are exponential, with a mean drawn per connection. The traffic does not depend on
 /// the servers, so all policies get the same traffic.
 #[derive(Debug)]
-pub struct Traffic {
+pub struct SimulatedTraffic {
     /// Mean time between the arrivals of two connections (ticks).
     mean_arrival_interval_ticks: f64,
     requests_per_connection: f64,
@@ -45,7 +45,7 @@ pub struct Traffic {
     next_connection_at: Tick,
     scheduled_requests: BinaryHeap<Reverse<(Tick, ConnectionId)>>,
     /// Remaining requests of each connection, indexed by its id.
-    pending_requests: Vec<PendingRequests>,
+    pending_requests: Vec<RemainingRequests>,
     connection_rng: Xoshiro256PlusPlus,
     request_rng: Xoshiro256PlusPlus,
 }
@@ -54,16 +54,17 @@ const RNG_STREAM_CONNECTIONS: u64 = 0x7061_7401;
 const RNG_STREAM_REQUESTS: u64 = 0x7061_7402;
 
 /// Address and port of the service that all connections use.
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const VIP_AND_PORT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
-impl Traffic {
-    pub fn new(config: &Config, seed: u64) -> Self {
+impl SimulatedTraffic {
+    pub fn new(config: &PathSimulationConfig, seed: u64) -> Self {
         let core_count = f64::from(config.servers) * f64::from(config.cores_per_server);
         let work_per_connection = config.service.mean() * config.requests_per_connection;
         let mut traffic = Self {
-            mean_arrival_interval_ticks: work_per_connection / (config.load * core_count) * to_ticks(1.0) as f64,
+            mean_arrival_interval_ticks: work_per_connection / (config.offered_load * core_count)
+                * units_to_ticks(1.0) as f64,
             requests_per_connection: config.requests_per_connection,
-            mean_request_gap_ticks: config.request_gap * to_ticks(1.0) as f64,
+            mean_request_gap_ticks: config.request_gap * units_to_ticks(1.0) as f64,
             rate_sigma: config.rate_sigma,
             next_connection_at: 0,
             scheduled_requests: BinaryHeap::new(),
@@ -76,7 +77,7 @@ impl Traffic {
     }
 
     fn draw_arrival_interval(&mut self) -> Tick {
-        (exponential(&mut self.connection_rng) * self.mean_arrival_interval_ticks + 0.5) as Tick
+        (draw_exponential(&mut self.connection_rng) * self.mean_arrival_interval_ticks + 0.5) as Tick
     }
 
     pub fn next_event_time(&self) -> Tick {
@@ -91,7 +92,7 @@ impl Traffic {
             && request_at <= self.next_connection_at
         {
             self.scheduled_requests.pop();
-            self.pending_requests[id.0 as usize].request_count -= 1;
+            self.pending_requests[id.0 as usize].remaining_request_count -= 1;
             self.schedule_next_request(id, request_at);
             return TrafficEvent::NextRequest(id);
         }
@@ -102,7 +103,7 @@ impl Traffic {
     fn draw_tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from(0x0a00_0000 | uniform_below(&mut self.connection_rng, 1 << 24));
         let port = 1_024 + uniform_below(&mut self.connection_rng, 65_536 - 1_024) as u16;
-        FourTuple::ipv4((client, port), VIP)
+        FourTuple::ipv4((client, port), VIP_AND_PORT)
     }
 
     /// Assigns the id to the connection of the last [`TrafficEvent::ConnectionOpened`], and schedules its next request.
@@ -110,8 +111,10 @@ impl Traffic {
     pub fn open_connection(&mut self, id: ConnectionId) {
         let opened_at = self.next_connection_at;
         self.next_connection_at = opened_at + self.draw_arrival_interval();
-        let pending_requests =
-            PendingRequests { request_count: self.draw_request_count(), mean_gap_ticks: self.draw_mean_request_gap() };
+        let pending_requests = RemainingRequests {
+            remaining_request_count: self.draw_request_count(),
+            mean_gap_ticks: self.draw_mean_request_gap(),
+        };
         let index = id.0 as usize;
         if self.pending_requests.len() <= index {
             self.pending_requests.resize(index + 1, pending_requests);
@@ -121,7 +124,7 @@ impl Traffic {
     }
 
     pub fn has_more_requests(&self, id: ConnectionId) -> bool {
-        self.pending_requests[id.0 as usize].request_count > 0
+        self.pending_requests[id.0 as usize].remaining_request_count > 0
     }
 
     /// Draws the number of requests that follow the first (geometric). The configured mean includes the first.
@@ -131,7 +134,7 @@ impl Traffic {
             return 0;
         }
         // By inversion, this is the number of failures before a success whose probability is 1/mean.
-        let u = 1.0 - uniform_unit(&mut self.connection_rng);
+        let u = 1.0 - draw_uniform_unit(&mut self.connection_rng);
         (libm::log(u) / libm::log(1.0 - 1.0 / mean_request_count)) as u64
     }
 
@@ -141,15 +144,15 @@ impl Traffic {
         if sigma == 0.0 {
             self.mean_request_gap_ticks
         } else {
-            self.mean_request_gap_ticks * log_normal(&mut self.connection_rng, -sigma * sigma / 2.0, sigma)
+            self.mean_request_gap_ticks * draw_log_normal(&mut self.connection_rng, -sigma * sigma / 2.0, sigma)
         }
     }
 
     /// Schedules the connection's next request, if it has one, relative to the previous request at `last_request_at`.
     fn schedule_next_request(&mut self, id: ConnectionId, last_request_at: Tick) {
         let pending_requests = self.pending_requests[id.0 as usize];
-        if pending_requests.request_count > 0 {
-            let request_gap = (exponential(&mut self.request_rng) * pending_requests.mean_gap_ticks + 0.5) as Tick;
+        if pending_requests.remaining_request_count > 0 {
+            let request_gap = (draw_exponential(&mut self.request_rng) * pending_requests.mean_gap_ticks + 0.5) as Tick;
             self.scheduled_requests.push(Reverse((last_request_at + request_gap, id)));
         }
     }
@@ -158,12 +161,17 @@ impl Traffic {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rpc::ticks::to_units;
+    use crate::rpc::ticks::ticks_to_units;
 
     #[test]
     fn connection_and_request_rates_are_as_configured() {
-        let config = Config { load: 0.5, requests_per_connection: 8.0, rate_sigma: 1.0, ..Config::default() };
-        let mut traffic = Traffic::new(&config, 1);
+        let config = PathSimulationConfig {
+            offered_load: 0.5,
+            requests_per_connection: 8.0,
+            rate_sigma: 1.0,
+            ..PathSimulationConfig::default()
+        };
+        let mut traffic = SimulatedTraffic::new(&config, 1);
         let (mut connections, mut requests, mut last_event_time) = (0u32, 0u32, 0);
         while connections < 50_000 {
             assert!(traffic.next_event_time() >= last_event_time, "time goes on");
@@ -175,7 +183,7 @@ mod tests {
             }
         }
         // The load is 0.5 of 16 cores, with 8 requests of mean 1 per connection. The last connections are incomplete.
-        let connections_per_unit = f64::from(connections) / to_units(last_event_time);
+        let connections_per_unit = f64::from(connections) / ticks_to_units(last_event_time);
         assert!((connections_per_unit - 1.0).abs() < 0.02, "{connections_per_unit} connections per unit");
         let requests_per_connection = f64::from(requests) / f64::from(connections);
         assert!((7.6..8.1).contains(&requests_per_connection), "{requests_per_connection} requests per connection");

@@ -6,9 +6,9 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::clock::{Nanoseconds, from_seconds, to_seconds};
+use super::clock::{Nanoseconds, from_seconds, nanoseconds_to_seconds};
 use super::mix::ConnectionMix;
-use crate::random::exponential;
+use crate::random::draw_exponential;
 
 /// Random stream of [`seeded_rng`] that only arrivals use, so that all methods get the same connections.
 const RNG_STREAM_ARRIVALS: u64 = 200;
@@ -21,12 +21,12 @@ pub enum ArrivalProcess {
     /// Closed loop, as in the load generator of Cheetah's Fig. 9 (`includes/httpclient.py` of
     /// github.com/cheetahlb/experiments). Every client repeats each request of the mix, but only after that request has
     /// ended. Long requests are therefore open most of the time, and most new requests are short.
-    ClosedLoop { clients: u32, request_rate: RateWave },
+    ClosedLoop { clients: u32, request_rate: RequestRateWave },
 }
 
 /// Request rate that rises once from a base to a peak and falls again.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RateWave {
+pub struct RequestRateWave {
     /// Request rate outside the wave, and at its start and end.
     pub base_per_s: f64,
     /// Request rate in the middle of the wave.
@@ -35,9 +35,9 @@ pub struct RateWave {
     pub duration_s: f64,
 }
 
-impl RateWave {
+impl RequestRateWave {
     /// Returns the request rate at a time, which follows the first half of a sine wave from base to peak and back.
-    fn rate_at(&self, second: f64) -> f64 {
+    fn request_rate_at(&self, second: f64) -> f64 {
         if second <= 0.0 || second >= self.duration_s {
             return self.base_per_s;
         }
@@ -86,7 +86,7 @@ impl ConnectionSource {
     }
 
     /// Returns the time at which the next connection starts.
-    pub fn next_start(&self) -> Nanoseconds {
+    pub fn next_start_time(&self) -> Nanoseconds {
         self.next_start
     }
 
@@ -108,13 +108,15 @@ impl ConnectionSource {
     }
 
     fn schedule_next_start(&mut self) {
-        let unit_gap = exponential(&mut self.rng);
+        let unit_gap = draw_exponential(&mut self.rng);
         let mean_gap_ns = match self.arrivals {
             ArrivalProcess::OpenLoop { mean_open_connections: connections } => {
                 self.mix.mean_duration_ns() / connections
             }
             ArrivalProcess::ClosedLoop { request_rate, .. } => {
-                1e9 / request_rate.rate_at(to_seconds(self.next_start) - to_seconds(self.warm_up_duration))
+                1e9 / request_rate.request_rate_at(
+                    nanoseconds_to_seconds(self.next_start) - nanoseconds_to_seconds(self.warm_up_duration),
+                )
             }
         };
         self.next_start += (unit_gap * mean_gap_ns).round() as Nanoseconds;
@@ -139,12 +141,12 @@ mod tests {
     fn open_loop_rate_follows_from_the_mean_duration() {
         let mut source = ConnectionSource::new(
             ArrivalProcess::OpenLoop { mean_open_connections: 1_000.0 },
-            &ConnectionMix::constant_duration(10.0),
+            &ConnectionMix::with_constant_duration(10.0),
             0,
             1,
         );
         let mut connection_count = 0;
-        while source.next_start() < from_seconds(1_000.0) {
+        while source.next_start_time() < from_seconds(1_000.0) {
             source.pop_connection().unwrap();
             connection_count += 1;
         }
@@ -154,8 +156,8 @@ mod tests {
 
     #[test]
     fn ended_request_of_a_closed_loop_is_sent_again() {
-        let wave = RateWave { base_per_s: 1_000.0, peak_per_s: 2_000.0, duration_s: 40.0 };
-        let mix = ConnectionMix::constant_duration(10.0);
+        let wave = RequestRateWave { base_per_s: 1_000.0, peak_per_s: 2_000.0, duration_s: 40.0 };
+        let mix = ConnectionMix::with_constant_duration(10.0);
         let mut source =
             ConnectionSource::new(ArrivalProcess::ClosedLoop { clients: 2, request_rate: wave }, &mix, 0, 1);
         assert!(
@@ -164,10 +166,18 @@ mod tests {
         source.on_connection_ended(0);
         assert!(source.pop_connection().is_some() && source.pop_connection().is_none());
         assert_eq!(
-            [wave.rate_at(-1.0), wave.rate_at(0.0), wave.rate_at(20.0), wave.rate_at(40.0)],
+            [
+                wave.request_rate_at(-1.0),
+                wave.request_rate_at(0.0),
+                wave.request_rate_at(20.0),
+                wave.request_rate_at(40.0)
+            ],
             [1_000.0, 1_000.0, 2_000.0, 1_000.0]
         );
         // The expected values contain sin(pi / 6) and sin(pi / 4).
-        assert!((wave.rate_at(40.0 / 6.0) - 1_500.0).abs() < 2.0 && (wave.rate_at(10.0) - 1_707.1).abs() < 2.0);
+        assert!(
+            (wave.request_rate_at(40.0 / 6.0) - 1_500.0).abs() < 2.0
+                && (wave.request_rate_at(10.0) - 1_707.1).abs() < 2.0
+        );
     }
 }

@@ -2,7 +2,7 @@
 
 use super::clock::Nanoseconds;
 use super::cluster::Cluster;
-use super::connections::{Connection, Connections};
+use super::connections::{OpenConnection, OpenConnectionSet};
 
 /// Server and core to which a new connection is assigned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,26 +10,26 @@ pub struct PlacedConnection {
     pub server: u16,
     /// Core of the server, which only matters if the method distinguishes cores.
     pub core: u16,
-    /// State that the method stores for the connection, as in [`Connection::stored_state`].
+    /// State that the method stores for the connection, as in [`OpenConnection::stored_state`].
     pub stored_state: u64,
 }
 
 /// Set of all load balancers of a cluster. All of them process a server change at the same time.
-pub trait Balancer {
+pub trait LoadBalancerSet {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection;
 
     /// Counts a connection that has just been opened on its server.
-    fn on_connection_opened(&mut self, _connection: &Connection, _cluster: &Cluster) {}
+    fn on_connection_opened(&mut self, _connection: &OpenConnection, _cluster: &Cluster) {}
 
     /// Removes a connection that has just been closed from its server's count.
-    fn on_connection_closed(&mut self, _connection: &Connection, _cluster: &Cluster) {}
+    fn on_connection_closed(&mut self, _connection: &OpenConnection, _cluster: &Cluster) {}
 
     /// Updates the tables after the pool has changed. It is also called before the first connection.
     fn on_servers_changed(&mut self, cluster: &Cluster);
 
-    fn on_load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut Connections) {}
+    fn on_load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut OpenConnectionSet) {}
 
-    /// Returns whether the method uses [`Balancer::process_reports`].
+    /// Returns whether the method uses [`LoadBalancerSet::process_reports`].
     fn uses_reports(&self) -> bool {
         false
     }
@@ -38,7 +38,7 @@ pub trait Balancer {
     fn process_reports(&mut self, _cluster: &Cluster) {}
 
     /// Returns the time at which the connection's packets first went to another server than its own, or `None` if they
-    /// never did. Without [`super::Config::records_per_second_counts`] no history is stored, so the returned time is
-    /// the current one.
-    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
+    /// never did. Without [`super::PccSimulationConfig::records_per_second_counts`] no history is stored, so the
+    /// returned time is the current one.
+    fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

@@ -14,12 +14,12 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::Config;
-use super::balancer::{Balancer, PlacedConnection};
+use super::PccSimulationConfig;
+use super::balancer::{LoadBalancerSet, PlacedConnection};
 use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
 use super::cluster::Cluster;
-use super::connections::Connection;
+use super::connections::OpenConnection;
 use super::hashed::bucket_count;
 
 /// Random stream of [`seeded_rng`] that selects the buckets to move.
@@ -27,7 +27,7 @@ const RNG_STREAM_BUCKET_MOVES: u64 = 204;
 
 /// State of a server, which determines whether it receives new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ServerState {
+enum BeamerServerState {
     /// The server is outside the pool.
     NotInPool,
     /// The server is in the pool and receives new connections.
@@ -38,29 +38,29 @@ enum ServerState {
 
 /// Load balancers that use stable hashing with daisy chaining, as in Beamer.
 #[derive(Debug)]
-pub struct Beamer {
+pub struct BeamerBalancers {
     table: BucketTable,
-    server_states: Vec<ServerState>,
+    server_states: Vec<BeamerServerState>,
     /// Buckets that each server owns. A serving server uses its own buckets, and those of a suspended server are lent
     /// to others.
     owned_buckets: Vec<Vec<u32>>,
     /// Buckets that each server has borrowed from suspended servers.
     borrowed_buckets: Vec<Vec<u32>>,
-    threshold_control: Option<ThresholdControl>,
+    threshold_control: Option<SuspensionThresholdControl>,
     rng: Xoshiro256PlusPlus,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct ThresholdControl {
+pub struct SuspensionThresholdControl {
     /// Allowed excess over the servers' mean load. With 0.1, a server's load may be 10 % above the mean.
-    pub threshold: f64,
+    pub allowed_load_excess: f64,
     /// Time from which servers may be suspended. While the system fills, servers have only one or two connections, so
     /// their loads are not significant.
     pub suspends_from: Nanoseconds,
 }
 
-impl Beamer {
-    pub fn new(threshold_control: Option<ThresholdControl>, config: &Config, seed: u64) -> Self {
+impl BeamerBalancers {
+    pub fn new(threshold_control: Option<SuspensionThresholdControl>, config: &PccSimulationConfig, seed: u64) -> Self {
         let bucket_count = bucket_count(config.servers, config.buckets_per_server);
         let table = BucketTable::new(bucket_count, true, config.records_per_second_counts);
         let rng = seeded_rng(seed, RNG_STREAM_BUCKET_MOVES);
@@ -75,15 +75,15 @@ impl Beamer {
     }
 
     #[cfg(test)]
-    pub fn table(&self) -> &BucketTable {
+    pub fn bucket_table(&self) -> &BucketTable {
         &self.table
     }
 
-    fn is_in_state(&self, server: u16, state: ServerState) -> bool {
+    fn is_in_state(&self, server: u16, state: BeamerServerState) -> bool {
         self.server_states[usize::from(server)] == state
     }
 
-    fn servers_in_states(&self, is_wanted_state: impl Fn(ServerState) -> bool) -> Vec<u16> {
+    fn servers_in_states(&self, is_wanted_state: impl Fn(BeamerServerState) -> bool) -> Vec<u16> {
         (0..self.server_states.len() as u16)
             .filter(|server| is_wanted_state(self.server_states[usize::from(*server)]))
             .collect()
@@ -99,7 +99,7 @@ impl Beamer {
         let used_bucket_count = |beamer: &Self, server: u16| {
             beamer.owned_buckets[usize::from(server)].len() + beamer.borrowed_buckets[usize::from(server)].len()
         };
-        let serving_servers = self.servers_in_states(|state| state == ServerState::Serving);
+        let serving_servers = self.servers_in_states(|state| state == BeamerServerState::Serving);
         let mut servers_by_bucket_count: BinaryHeap<_> = serving_servers
             .into_iter()
             .map(|server| Reverse(self.bucket_sort_key(used_bucket_count(self, server), server)))
@@ -114,14 +114,14 @@ impl Beamer {
     }
 
     fn suspend_server(&mut self, server: u16) {
-        self.server_states[usize::from(server)] = ServerState::Suspended;
+        self.server_states[usize::from(server)] = BeamerServerState::Suspended;
         let mut buckets = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
         buckets.extend_from_slice(&self.owned_buckets[usize::from(server)]);
         self.lend_buckets(buckets);
     }
 
     fn resume_server(&mut self, server: u16) {
-        self.server_states[usize::from(server)] = ServerState::Serving;
+        self.server_states[usize::from(server)] = BeamerServerState::Serving;
         for position in 0..self.owned_buckets[usize::from(server)].len() {
             let bucket = self.owned_buckets[usize::from(server)][position];
             self.return_bucket(bucket);
@@ -140,19 +140,19 @@ impl Beamer {
 
     /// Removes a server from the pool and gives its own buckets to the servers that own the fewest.
     fn remove_server(&mut self, server: u16) {
-        if self.is_in_state(server, ServerState::Serving)
-            && self.servers_in_states(|other| other == ServerState::Serving).len() == 1
+        if self.is_in_state(server, BeamerServerState::Serving)
+            && self.servers_in_states(|other| other == BeamerServerState::Serving).len() == 1
         {
             // All other servers are suspended, so one of them must serve again.
-            let suspended_servers = self.servers_in_states(|other| other == ServerState::Suspended);
+            let suspended_servers = self.servers_in_states(|other| other == BeamerServerState::Suspended);
             let drawn_index = uniform_below(&mut self.rng, suspended_servers.len() as u32);
             self.resume_server(suspended_servers[drawn_index as usize]);
         }
-        let was_suspended = self.is_in_state(server, ServerState::Suspended);
-        self.server_states[usize::from(server)] = ServerState::NotInPool;
+        let was_suspended = self.is_in_state(server, BeamerServerState::Suspended);
+        self.server_states[usize::from(server)] = BeamerServerState::NotInPool;
         let borrowed_buckets = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
         self.lend_buckets(borrowed_buckets);
-        let pool_servers = self.servers_in_states(|state| state != ServerState::NotInPool);
+        let pool_servers = self.servers_in_states(|state| state != BeamerServerState::NotInPool);
         let mut servers_by_bucket_count: BinaryHeap<_> = pool_servers
             .into_iter()
             .map(|pool_server| {
@@ -162,11 +162,11 @@ impl Beamer {
         for bucket in std::mem::take(&mut self.owned_buckets[usize::from(server)]) {
             let Reverse((bucket_count, _, new_owner)) =
                 servers_by_bucket_count.pop().expect("the last server never leaves");
-            if was_suspended && self.is_in_state(new_owner, ServerState::Serving) {
+            if was_suspended && self.is_in_state(new_owner, BeamerServerState::Serving) {
                 self.return_bucket(bucket);
             }
             self.owned_buckets[usize::from(new_owner)].push(bucket);
-            match self.is_in_state(new_owner, ServerState::Serving) {
+            match self.is_in_state(new_owner, BeamerServerState::Serving) {
                 true => self.table.assign_bucket(bucket as usize, new_owner),
                 false if was_suspended => (),
                 false => self.lend_buckets(vec![bucket]),
@@ -177,8 +177,8 @@ impl Beamer {
 
     /// Adds a server to the pool. The new server takes an equal share of buckets from the servers that own the most.
     fn add_server(&mut self, server: u16) {
-        let other_servers = self.servers_in_states(|state| state != ServerState::NotInPool);
-        self.server_states[usize::from(server)] = ServerState::Serving;
+        let other_servers = self.servers_in_states(|state| state != BeamerServerState::NotInPool);
+        self.server_states[usize::from(server)] = BeamerServerState::Serving;
         let fair_bucket_count = self.table.len() / (other_servers.len() + 1);
         let mut servers_by_bucket_count: BinaryHeap<_> = other_servers
             .into_iter()
@@ -188,7 +188,7 @@ impl Beamer {
             let (bucket_count, _, previous_owner) = servers_by_bucket_count.pop().expect("there are other servers");
             let position = uniform_below(&mut self.rng, bucket_count as u32) as usize;
             let bucket = self.owned_buckets[usize::from(previous_owner)].swap_remove(position);
-            if self.is_in_state(previous_owner, ServerState::Suspended) {
+            if self.is_in_state(previous_owner, BeamerServerState::Suspended) {
                 self.return_bucket(bucket);
             }
             self.owned_buckets[usize::from(server)].push(bucket);
@@ -198,21 +198,22 @@ impl Beamer {
     }
 
     fn assign_all_buckets(&mut self, cluster: &Cluster) {
-        let server_count = cluster.server_count();
-        let initial_state =
-            |server: u16| if cluster.is_member(server) { ServerState::Serving } else { ServerState::NotInPool };
+        let server_count = cluster.total_server_count();
+        let initial_state = |server: u16| {
+            if cluster.is_pool_member(server) { BeamerServerState::Serving } else { BeamerServerState::NotInPool }
+        };
         self.server_states = (0..server_count as u16).map(initial_state).collect();
         self.owned_buckets = vec![Vec::new(); server_count];
         self.borrowed_buckets = vec![Vec::new(); server_count];
         for bucket in 0..self.table.len() {
-            let server = cluster.members()[bucket % cluster.members().len()];
+            let server = cluster.pool_members()[bucket % cluster.pool_members().len()];
             self.owned_buckets[usize::from(server)].push(bucket as u32);
             self.table.assign_bucket(bucket, server);
         }
     }
 }
 
-impl Balancer for Beamer {
+impl LoadBalancerSet for BeamerBalancers {
     fn place_connection(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
         PlacedConnection {
             server: self.table.current_server(self.table.bucket_of_connection(identity)),
@@ -227,7 +228,7 @@ impl Balancer for Beamer {
             return self.assign_all_buckets(cluster);
         }
         for server in 0..self.server_states.len() as u16 {
-            match (self.is_in_state(server, ServerState::NotInPool), cluster.is_member(server)) {
+            match (self.is_in_state(server, BeamerServerState::NotInPool), cluster.is_pool_member(server)) {
                 (true, true) => self.add_server(server),
                 (false, false) => self.remove_server(server),
                 _ => (),
@@ -235,16 +236,16 @@ impl Balancer for Beamer {
         }
     }
 
-    fn on_connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_opened(&mut self, connection: &OpenConnection, cluster: &Cluster) {
         let Some(threshold_control) = self.threshold_control.filter(|control| cluster.now >= control.suspends_from)
         else {
             return;
         };
         let server = connection.server;
         let open_connections = f64::from(cluster.open_connection_count(server));
-        let another_server_serves = || self.servers_in_states(|state| state == ServerState::Serving).len() > 1;
-        if open_connections > (1.0 + threshold_control.threshold) * cluster.mean_open_connections()
-            && self.is_in_state(server, ServerState::Serving)
+        let another_server_serves = || self.servers_in_states(|state| state == BeamerServerState::Serving).len() > 1;
+        if open_connections > (1.0 + threshold_control.allowed_load_excess) * cluster.mean_open_connections()
+            && self.is_in_state(server, BeamerServerState::Serving)
             && another_server_serves()
         {
             self.table.begin_table_change(cluster.now);
@@ -252,9 +253,9 @@ impl Balancer for Beamer {
         }
     }
 
-    fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_closed(&mut self, connection: &OpenConnection, cluster: &Cluster) {
         let server = connection.server;
-        if self.threshold_control.is_none() || !self.is_in_state(server, ServerState::Suspended) {
+        if self.threshold_control.is_none() || !self.is_in_state(server, BeamerServerState::Suspended) {
             return;
         }
         let open_connections = cluster.open_connection_count(server);
@@ -264,7 +265,7 @@ impl Balancer for Beamer {
         }
     }
 
-    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds> {
         self.table.first_break_time(connection, cluster.now)
     }
 }

@@ -2,7 +2,7 @@
 //! was broken. A change of a bucket therefore need not visit the open connections.
 
 use super::clock::Nanoseconds;
-use super::connections::Connection;
+use super::connections::OpenConnection;
 
 /// Server that a bucket's packets can reach.
 #[derive(Debug, Clone, Copy)]
@@ -13,7 +13,7 @@ struct BucketServer {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Bucket {
+struct BucketEntry {
     current: BucketServer,
     /// Previous server, to which `current` forwards packets of unknown connections if the table uses daisy chaining.
     previous: BucketServer,
@@ -21,7 +21,7 @@ struct Bucket {
 
 /// Server that a bucket's packets no longer reach. They reached it between two table changes, whose numbers are stored.
 #[derive(Debug, Clone, Copy)]
-struct Eviction {
+struct BucketEviction {
     server: u16,
     reachable_since_change: u32,
     reachable_until_change: u32,
@@ -39,21 +39,21 @@ pub fn hash_to_bucket(hash: u64, bucket_count: usize) -> usize {
 /// Table that maps each bucket to a server. All load balancers have the same table.
 #[derive(Debug)]
 pub struct BucketTable {
-    buckets: Vec<Bucket>,
+    buckets: Vec<BucketEntry>,
     uses_daisy_chaining: bool,
     /// Number of table changes so far. A connection stores the number at the time of its first packet.
-    change_count: u32,
+    table_change_count: u32,
     last_change_at: Nanoseconds,
-    evictions_by_bucket: Option<Vec<Vec<Eviction>>>,
+    evictions_by_bucket: Option<Vec<Vec<BucketEviction>>>,
 }
 
 impl BucketTable {
     /// Returns a table whose buckets have no server yet.
     pub fn new(bucket_count: usize, uses_daisy_chaining: bool, keeps_history: bool) -> Self {
         Self {
-            buckets: vec![Bucket { current: NO_SERVER, previous: NO_SERVER }; bucket_count],
+            buckets: vec![BucketEntry { current: NO_SERVER, previous: NO_SERVER }; bucket_count],
             uses_daisy_chaining,
-            change_count: 0,
+            table_change_count: 0,
             last_change_at: 0,
             evictions_by_bucket: keeps_history.then(|| vec![Vec::new(); bucket_count]),
         }
@@ -73,12 +73,12 @@ impl BucketTable {
 
     /// Returns the number of the last table change. A connection that begins now stores this number.
     pub fn last_change_number(&self) -> u64 {
-        self.change_count.into()
+        self.table_change_count.into()
     }
 
     /// Starts a table change. All assignments until the next call belong to it.
     pub fn begin_table_change(&mut self, now: Nanoseconds) {
-        self.change_count += 1;
+        self.table_change_count += 1;
         self.last_change_at = now;
     }
 
@@ -97,29 +97,29 @@ impl BucketTable {
             (true, false) => std::mem::replace(&mut entry.previous, entry.current),
             (false, _) => entry.current,
         };
-        entry.current = BucketServer { server, reachable_since_change: self.change_count };
+        entry.current = BucketServer { server, reachable_since_change: self.table_change_count };
         if let Some(history) = &mut self.evictions_by_bucket
             && evicted_server.server != NO_SERVER.server
         {
             let (server, since_change) = (evicted_server.server, evicted_server.reachable_since_change);
-            history[bucket].push(Eviction {
+            history[bucket].push(BucketEviction {
                 server,
                 reachable_since_change: since_change,
-                reachable_until_change: self.change_count,
+                reachable_until_change: self.table_change_count,
                 evicted_at: self.last_change_at,
             });
         }
     }
 
-    /// Implements [`super::balancer::Balancer::first_break_time`]. The connection's stored state must be the
+    /// Implements [`super::balancer::LoadBalancerSet::first_break_time`]. The connection's stored state must be the
     /// [`BucketTable::last_change_number`] at its first packet.
-    pub fn first_break_time(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
+    pub fn first_break_time(&self, connection: &OpenConnection, now: Nanoseconds) -> Option<Nanoseconds> {
         let bucket = self.bucket_of_connection(connection.identity);
         let first_packet_change_number = connection.stored_state as u32;
         let is_reachable_since_first_packet = |resident: &BucketServer| {
             resident.server == connection.server && resident.reachable_since_change <= first_packet_change_number
         };
-        let Bucket { current, previous } = &self.buckets[bucket];
+        let BucketEntry { current, previous } = &self.buckets[bucket];
         if is_reachable_since_first_packet(current) || is_reachable_since_first_packet(previous) {
             return None;
         }

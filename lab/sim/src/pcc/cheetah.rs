@@ -4,16 +4,16 @@
 use std::net::Ipv4Addr;
 
 use coreward_model::FourTuple;
-use coreward_model::cookie::{Cookie, CookieKey, FleetCookieKeys, KeyIndex, decode_cookie, stamp_tsval};
-use coreward_model::placement::{BucketCount, PlacementRule, PlacementState, PlacementTable};
-use coreward_model::policy::{self, LeastPolicy, Policy, Pool, PoolServer};
+use coreward_model::cookie::{Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys, decode_cookie, stamp_tsval};
+use coreward_model::placement::{BucketCount, PlacementRule, PlacementTable, PlacementTableState};
+use coreward_model::policy::{self, LeastPolicy, Policy, PoolServer, ServerPool};
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
-use super::balancer::{Balancer, PlacedConnection};
+use super::balancer::{LoadBalancerSet, PlacedConnection};
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, MAX_LOAD_BALANCERS, server_id};
-use super::connections::Connection;
-use super::{Config, LoadInfo};
+use super::connections::OpenConnection;
+use super::{LoadInfo, PccSimulationConfig};
 
 /// Random stream of [`seeded_rng`] for the fleet's RSS key. The next constant is the stream for its cookie keys.
 const RNG_STREAM_RSS_KEY: u64 = 202;
@@ -23,16 +23,16 @@ const RNG_STREAM_COOKIE_KEYS: u64 = 203;
 const INDIRECTION_ENTRY_COUNT: usize = 128;
 
 /// Mean core load that policies receive. The value is arbitrary, because policies only use ratios of loads.
-const MEAN_LOAD: f64 = 0.5;
+const MEAN_CORE_LOAD: f64 = 0.5;
 
 /// Load balancers that place connections by one policy and put the server's id into a cookie.
-pub struct Cheetah {
+pub struct CheetahBalancers {
     policy: Box<dyn Policy>,
     load_info: LoadInfo,
     bucket_count: BucketCount,
     table: PlacementTable,
     /// Placement state of each load balancer, with its round-robin positions and its counts of assigned connections.
-    placement_states: Vec<PlacementState>,
+    placement_states: Vec<PlacementTableState>,
     table_generation: u64,
     cookie_keys: FleetCookieKeys,
     time_key: CookieKey,
@@ -45,14 +45,14 @@ pub struct Cheetah {
     table_positions: Vec<usize>,
 }
 
-impl Cheetah {
+impl CheetahBalancers {
     /// Creates the load balancers of a cluster. `name` must be one of [`policy::policy_names`].
-    pub fn new(name: &str, config: &Config, servers: usize, seed: u64) -> Self {
-        let uses_current_counts = config.load_info == LoadInfo::Current && name == LEAST_POLICY;
+    pub fn new(name: &str, config: &PccSimulationConfig, servers: usize, seed: u64) -> Self {
+        let uses_current_counts = config.load_info == LoadInfo::Current && name == LEAST_POLICY_NAME;
         let policy: Box<dyn Policy> = match uses_current_counts {
             // The counts of all servers are current, so all servers can be compared without buckets.
             true => Box::new(LeastPolicy::without_sampling(seed)),
-            false => policy::policy_by_name(name, seed).expect("a method's policy exists"),
+            false => policy::create_policy_by_name(name, seed).expect("a method's policy exists"),
         };
         let bucket_count = if uses_current_counts { single_bucket_count() } else { config.bucket_count };
         let rss_key = RssKey::random(&mut seeded_rng(seed, RNG_STREAM_RSS_KEY));
@@ -72,9 +72,9 @@ impl Cheetah {
             load_info: config.load_info,
             bucket_count,
             table: PlacementTable::empty(bucket_count),
-            placement_states: vec![PlacementState::default(); MAX_LOAD_BALANCERS],
+            placement_states: vec![PlacementTableState::default(); MAX_LOAD_BALANCERS],
             table_generation: 0,
-            cookie_keys: FleetCookieKeys { keys: cookie_keys, current_key_index: KeyIndex::First },
+            cookie_keys: FleetCookieKeys { keys: cookie_keys, current_key_index: CookieKeyIndex::First },
             time_key: CookieKey::random(&mut rng),
             rss_configs: (0..servers).map(server_rss_config).collect(),
             cores_per_server: config.cores_per_server,
@@ -84,19 +84,19 @@ impl Cheetah {
     }
 
     /// Returns the server pool from which the policy computes a table.
-    fn build_pool(&self, cluster: &Cluster) -> Pool {
+    fn build_server_pool(&self, cluster: &Cluster) -> ServerPool {
         let total_connections: u64 = self.core_connection_counts.iter().map(|count| u64::from(*count)).sum();
         let mean_connections =
             (total_connections as f64 / self.core_connection_counts.len() as f64).max(f64::MIN_POSITIVE);
-        let build_server = |number: usize| {
+        let build_pool_server = |number: usize| {
             let core_connections = &self.core_connection_counts[number * usize::from(self.cores_per_server)..]
                 [..usize::from(self.cores_per_server)];
             PoolServer {
-                is_eligible: cluster.is_member(number as u16),
+                is_eligible: cluster.is_pool_member(number as u16),
                 loads: Some(
                     core_connections
                         .iter()
-                        .map(|count| f64::from(*count) / mean_connections * MEAN_LOAD)
+                        .map(|count| f64::from(*count) / mean_connections * MEAN_CORE_LOAD)
                         .collect::<Vec<_>>()
                         .into(),
                 ),
@@ -110,25 +110,30 @@ impl Cheetah {
                 ..PoolServer::new(server_id(number as u16))
             }
         };
-        Pool::new((0..cluster.server_count()).map(build_server).collect(), cluster.load_balancers().len() as u32)
+        ServerPool::new(
+            (0..cluster.total_server_count()).map(build_pool_server).collect(),
+            cluster.load_balancers().len() as u32,
+        )
     }
 
-    /// Returns whether [`PlacementState::assigned_counts`] holds the current numbers of open connections.
+    /// Returns whether [`PlacementTableState::assigned_connection_counts`] holds the current numbers of open
+    /// connections.
     fn uses_current_counts(&self) -> bool {
-        self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY
+        self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY_NAME
     }
 
     /// Computes a new table for all load balancers, which keep their positions in the round-robin order.
     fn replace_table(&mut self, cluster: &Cluster) {
         self.table_generation += 1;
-        self.table = self.policy.compute_table(&self.build_pool(cluster), self.bucket_count, self.table_generation);
+        self.table =
+            self.policy.compute_table(&self.build_server_pool(cluster), self.bucket_count, self.table_generation);
         if matches!(self.table.rule, PlacementRule::RoundRobin | PlacementRule::PowerOfTwo) {
             // These rules do not use buckets, so one bucket suffices for the next table.
             self.bucket_count = single_bucket_count();
         }
         for state in &mut self.placement_states {
             let round_robin_counter = state.round_robin_counter;
-            *state = PlacementState { round_robin_counter, ..PlacementState::for_table(&self.table) };
+            *state = PlacementTableState { round_robin_counter, ..PlacementTableState::for_table(&self.table) };
         }
         if self.load_info == LoadInfo::Current {
             self.copy_connection_counts(cluster);
@@ -152,7 +157,8 @@ impl Cheetah {
         }
     }
 
-    /// Updates a server's connection count in the table, unless [`PlacementTable::choose`] has already updated it.
+    /// Updates a server's connection count in the table, unless [`PlacementTable::select_and_count_server`] has already
+    /// updated it.
     fn update_connection_count(&mut self, server: u16, cluster: &Cluster) {
         let position = self.table_positions[usize::from(server)];
         if position == usize::MAX {
@@ -167,15 +173,15 @@ impl Cheetah {
     }
 
     /// Returns the cookie that a load balancer decodes from later packets of the connection.
-    pub fn decoded_cookie(&self, connection: &Connection) -> Cookie {
-        decode_cookie(&self.cookie_keys, &identity_to_tuple(connection.identity), connection.stored_state as u32)
+    pub fn decoded_cookie(&self, connection: &OpenConnection) -> Cookie {
+        decode_cookie(&self.cookie_keys, &identity_to_four_tuple(connection.identity), connection.stored_state as u32)
     }
 
     /// Returns the two servers that the rule `PowerOfTwo` compares when it places a connection.
     #[cfg(test)]
     pub fn power_of_two_candidates(&self, identity: u64) -> [coreward_model::ServerId; 2] {
         use coreward_model::placement::{draw_two_below, mix_hash};
-        let hash = self.table.rss_key_by_group[0].toeplitz_hash(&identity_to_tuple(identity).bytes());
+        let hash = self.table.rss_key_by_group[0].toeplitz_hash(&identity_to_four_tuple(identity).bytes());
         let (first, second) = draw_two_below(mix_hash(hash), self.table.members.len() as u32);
         [first, second].map(|position| self.table.members[position as usize].server)
     }
@@ -188,26 +194,26 @@ impl Cheetah {
         rss_config.indirection_table.queue_for_hash(rss_config.key.toeplitz_hash(&tuple.bytes()))
     }
 
-    fn core_index(&self, connection: &Connection) -> usize {
+    fn connection_core_index(&self, connection: &OpenConnection) -> usize {
         usize::from(connection.server) * usize::from(self.cores_per_server) + usize::from(connection.core)
     }
 }
 
 /// Name of the only policy that is implemented differently for current connection counts.
-const LEAST_POLICY: &str = "least";
+const LEAST_POLICY_NAME: &str = "least";
 
 fn single_bucket_count() -> BucketCount {
     BucketCount::new(1).expect("a power of two")
 }
 
-fn identity_to_tuple(identity: u64) -> FourTuple {
+fn identity_to_four_tuple(identity: u64) -> FourTuple {
     let client = (Ipv4Addr::from(identity as u32), (identity >> 32) as u16);
     FourTuple::ipv4(client, (Ipv4Addr::new(10, 200, 0, 1), 80))
 }
 
-impl Balancer for Cheetah {
+impl LoadBalancerSet for CheetahBalancers {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-        let tuple = identity_to_tuple(identity);
+        let tuple = identity_to_four_tuple(identity);
         // With current counts, all load balancers have the same information, so one placement state serves all.
         let load_balancer = if self.uses_current_counts() { 0 } else { cluster.select_load_balancer(identity).into() };
         let server = self
@@ -228,14 +234,14 @@ impl Balancer for Cheetah {
         }
     }
 
-    fn on_connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
-        let core_index = self.core_index(connection);
+    fn on_connection_opened(&mut self, connection: &OpenConnection, cluster: &Cluster) {
+        let core_index = self.connection_core_index(connection);
         self.core_connection_counts[core_index] += 1;
         self.update_connection_count(connection.server, cluster);
     }
 
-    fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
-        let core_index = self.core_index(connection);
+    fn on_connection_closed(&mut self, connection: &OpenConnection, cluster: &Cluster) {
+        let core_index = self.connection_core_index(connection);
         self.core_connection_counts[core_index] -= 1;
         self.update_connection_count(connection.server, cluster);
     }
@@ -254,7 +260,7 @@ impl Balancer for Cheetah {
     }
 
     /// Checks the cookie as one load balancer decodes it, because all load balancers decode the same server.
-    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.decoded_cookie(connection) != Cookie::Server(server_id(connection.server))).then_some(cluster.now)
     }
 }

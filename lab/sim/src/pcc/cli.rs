@@ -2,8 +2,10 @@
 
 use coreward_model::placement::BucketCount;
 
-use super::{ArrivalProcess, ClusterUpdates, Config, DEFAULT_METHODS, LoadInfo, Method, run};
-use crate::output::{Format, Printable as _};
+use super::{
+    ArrivalProcess, BalancingMethod, ClusterUpdates, DEFAULT_METHOD_NAMES, LoadInfo, PccSimulationConfig, run,
+};
+use crate::output::{PrintableResult as _, ResultFormat};
 
 /// Arguments of `coreward-lab sim pcc`.
 #[derive(Debug, clap::Args)]
@@ -12,7 +14,7 @@ pub struct PccArgs {
     /// stateful-hash[:LAYOUT], history-tag:BITS[:LAYOUT], history-tag-kept:BITS[:LAYOUT],
     /// hash-index:BITS[+TAG_BITS][:LAYOUT], cheetah:POLICY
     #[arg(long = "method", value_name = "METHOD", value_delimiter = ',', default_values_t = default_methods())]
-    methods: Vec<Method>,
+    methods: Vec<BalancingMethod>,
     /// Mean number of servers in the pool
     #[arg(long, default_value_t = 468)]
     servers: usize,
@@ -50,25 +52,25 @@ pub struct PccArgs {
     #[arg(long, default_value_t = 1)]
     cores: u16,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    format: Format,
+    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
+    format: ResultFormat,
 }
 
-fn default_methods() -> Vec<Method> {
-    DEFAULT_METHODS.iter().map(|name| name.parse().expect("it exists")).collect()
+fn default_methods() -> Vec<BalancingMethod> {
+    DEFAULT_METHOD_NAMES.iter().map(|name| name.parse().expect("it exists")).collect()
 }
 
 impl PccArgs {
     /// Runs the simulation and returns its result as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
-        let outcome = run(&Config {
+        let outcome = run(&PccSimulationConfig {
             servers: self.servers,
             arrivals: ArrivalProcess::OpenLoop { mean_open_connections: self.connections },
             updates: ClusterUpdates::PerMinute {
                 servers: self.updates_per_minute,
                 load_balancers: self.lb_updates_per_minute,
             },
-            minutes: self.minutes,
+            measured_minutes: self.minutes,
             load_balancers: self.load_balancers,
             methods: self.methods,
             seed_count: self.seeds,

@@ -8,6 +8,6 @@ pub fn from_seconds(seconds: f64) -> Nanoseconds {
     (seconds * 1e9).round() as Nanoseconds
 }
 
-pub fn to_seconds(time: Nanoseconds) -> f64 {
+pub fn nanoseconds_to_seconds(time: Nanoseconds) -> f64 {
     time as f64 / 1e9
 }

@@ -28,8 +28,8 @@ pub const MAX_LOAD_BALANCERS: usize = 64;
 pub struct Cluster {
     pub now: Nanoseconds,
     /// Numbers of the servers in the pool, in ascending order.
-    members: Vec<u16>,
-    is_member: Vec<bool>,
+    pool_members: Vec<u16>,
+    is_member_by_server: Vec<bool>,
     spare_servers: VecDeque<u16>,
     open_connection_counts: Vec<u32>,
     pool_connection_count: u64,
@@ -47,8 +47,8 @@ impl Cluster {
         (0..servers).for_each(|_| imbalance.add_server(0));
         Self {
             now: 0,
-            members: (0..servers as u16).collect(),
-            is_member: (0..servers + spare_servers).map(|server| server < servers).collect(),
+            pool_members: (0..servers as u16).collect(),
+            is_member_by_server: (0..servers + spare_servers).map(|server| server < servers).collect(),
             spare_servers: (servers as u16..(servers + spare_servers) as u16).collect(),
             open_connection_counts: vec![0; servers + spare_servers],
             pool_connection_count: 0,
@@ -58,15 +58,15 @@ impl Cluster {
         }
     }
 
-    pub fn members(&self) -> &[u16] {
-        &self.members
+    pub fn pool_members(&self) -> &[u16] {
+        &self.pool_members
     }
 
-    pub fn is_member(&self, server: u16) -> bool {
-        self.is_member[usize::from(server)]
+    pub fn is_pool_member(&self, server: u16) -> bool {
+        self.is_member_by_server[usize::from(server)]
     }
 
-    pub fn server_count(&self) -> usize {
+    pub fn total_server_count(&self) -> usize {
         self.open_connection_counts.len()
     }
 
@@ -76,7 +76,7 @@ impl Cluster {
 
     /// Returns the mean number of open connections per server in the pool.
     pub fn mean_open_connections(&self) -> f64 {
-        self.pool_connection_count as f64 / self.members.len() as f64
+        self.pool_connection_count as f64 / self.pool_members.len() as f64
     }
 
     pub fn load_balancers(&self) -> &[u8] {
@@ -96,7 +96,7 @@ impl Cluster {
 
     pub fn add_connection(&mut self, server: u16) {
         let connection_count = &mut self.open_connection_counts[usize::from(server)];
-        if self.is_member[usize::from(server)] {
+        if self.is_member_by_server[usize::from(server)] {
             self.imbalance.add_connection(*connection_count);
             self.pool_connection_count += 1;
         }
@@ -105,7 +105,7 @@ impl Cluster {
 
     pub fn remove_connection(&mut self, server: u16) {
         let connection_count = &mut self.open_connection_counts[usize::from(server)];
-        if self.is_member[usize::from(server)] {
+        if self.is_member_by_server[usize::from(server)] {
             self.imbalance.remove_connection(*connection_count);
             self.pool_connection_count -= 1;
         }
@@ -138,20 +138,20 @@ impl Cluster {
 
     fn add_server(&mut self) -> bool {
         let Some(server) = self.spare_servers.pop_front() else { return false };
-        let position = self.members.partition_point(|member| *member < server);
-        self.members.insert(position, server);
-        self.is_member[usize::from(server)] = true;
+        let position = self.pool_members.partition_point(|member| *member < server);
+        self.pool_members.insert(position, server);
+        self.is_member_by_server[usize::from(server)] = true;
         self.pool_connection_count += u64::from(self.open_connection_count(server));
         self.imbalance.add_server(self.open_connection_count(server));
         true
     }
 
     fn remove_server(&mut self, rng: &mut impl rand::Rng) -> bool {
-        if self.members.len() < 2 {
+        if self.pool_members.len() < 2 {
             return false;
         }
-        let server = self.members.remove(uniform_below(rng, self.members.len() as u32) as usize);
-        self.is_member[usize::from(server)] = false;
+        let server = self.pool_members.remove(uniform_below(rng, self.pool_members.len() as u32) as usize);
+        self.is_member_by_server[usize::from(server)] = false;
         self.spare_servers.push_back(server);
         self.pool_connection_count -= u64::from(self.open_connection_count(server));
         self.imbalance.remove_server(self.open_connection_count(server));
@@ -177,14 +177,14 @@ mod tests {
         [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.add_connection(server));
         assert_eq!(cluster.mean_open_connections(), 2.0);
         assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng));
-        let drained_server = (0..3).find(|server| !cluster.is_member(*server)).unwrap();
+        let drained_server = (0..3).find(|server| !cluster.is_pool_member(*server)).unwrap();
         assert_eq!(cluster.mean_open_connections(), f64::from(6 - cluster.open_connection_count(drained_server)) / 2.0);
         let previous_connection_count = cluster.open_connection_count(drained_server);
         cluster.remove_connection(drained_server);
         assert_eq!(cluster.open_connection_count(drained_server), previous_connection_count - 1);
         // The spare server joins before the drained one, which has been outside the pool for a shorter time.
-        assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(3));
-        assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(drained_server));
+        assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_pool_member(3));
+        assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_pool_member(drained_server));
         assert!(!cluster.apply_change(ClusterChange::AddServer, &mut rng));
         assert_eq!(cluster.mean_open_connections(), 5.0 / 4.0);
         (0..3).for_each(|_| assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng)));

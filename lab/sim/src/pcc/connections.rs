@@ -6,7 +6,7 @@ use super::clock::Nanoseconds;
 use super::mix::ConnectionMix;
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct Connection {
+pub struct OpenConnection {
     /// Random number that identifies the connection instead of a 4-tuple.
     pub identity: u64,
     /// State that the method stores for the connection, in the load balancers or in the connection's packets.
@@ -24,21 +24,21 @@ pub struct Connection {
 /// Set of all open connections, with a queue per kind. Connections of one kind have equal durations, so they end in the
 /// order of their starts.
 #[derive(Debug)]
-pub struct Connections {
-    slots: Vec<Option<Connection>>,
+pub struct OpenConnectionSet {
+    slots: Vec<Option<OpenConnection>>,
     free_slots: Vec<u32>,
     /// End times of each kind's connections in ascending order, with the connections' indices in `slots`.
     end_times_by_kind: Vec<VecDeque<(Nanoseconds, u32)>>,
     kind_durations: Vec<Nanoseconds>,
-    /// Next end time of each kind's connections, or [`NEVER`] if no connection of the kind is open.
+    /// Next end time of each kind's connections, or [`NO_END_TIME`] if no connection of the kind is open.
     next_end_times: Vec<Nanoseconds>,
     next_ending_kind: usize,
-    open_count: usize,
+    open_connection_count: usize,
 }
 
-const NEVER: Nanoseconds = Nanoseconds::MAX;
+const NO_END_TIME: Nanoseconds = Nanoseconds::MAX;
 
-impl Connections {
+impl OpenConnectionSet {
     pub fn new(mix: &ConnectionMix) -> Self {
         let kinds = mix.kinds();
         Self {
@@ -46,23 +46,23 @@ impl Connections {
             free_slots: Vec::new(),
             end_times_by_kind: vec![VecDeque::new(); kinds.len()],
             kind_durations: kinds.iter().map(|kind| kind.duration).collect(),
-            next_end_times: vec![NEVER; kinds.len()],
+            next_end_times: vec![NO_END_TIME; kinds.len()],
             next_ending_kind: 0,
-            open_count: 0,
+            open_connection_count: 0,
         }
     }
 
     pub fn len(&self) -> usize {
-        self.open_count
+        self.open_connection_count
     }
 
     /// Returns all open connections in no particular order.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut OpenConnection> {
         self.slots.iter_mut().flatten()
     }
 
     /// Adds a new connection. It must not start earlier than any connection added before.
-    pub fn open(&mut self, connection: Connection) {
+    pub fn open(&mut self, connection: OpenConnection) {
         let kind_index = usize::from(connection.kind_index);
         let end = connection.start + self.kind_durations[kind_index];
         let slot = match self.free_slots.pop() {
@@ -82,27 +82,28 @@ impl Connections {
             }
         }
         self.end_times_by_kind[kind_index].push_back((end, slot));
-        self.open_count += 1;
+        self.open_connection_count += 1;
     }
 
     pub fn next_end_time(&self) -> Option<Nanoseconds> {
-        (self.open_count > 0).then(|| self.next_end_times[self.next_ending_kind])
+        (self.open_connection_count > 0).then(|| self.next_end_times[self.next_ending_kind])
     }
 
-    pub fn close_next(&mut self) -> Option<Connection> {
+    pub fn close_next(&mut self) -> Option<OpenConnection> {
         let kind_index = self.next_ending_kind;
         let (_, slot) = self.end_times_by_kind[kind_index].pop_front()?;
-        self.next_end_times[kind_index] = self.end_times_by_kind[kind_index].front().map_or(NEVER, |(end, _)| *end);
+        self.next_end_times[kind_index] =
+            self.end_times_by_kind[kind_index].front().map_or(NO_END_TIME, |(end, _)| *end);
         self.next_ending_kind = index_of_minimum(&self.next_end_times);
         self.free_slots.push(slot);
-        self.open_count -= 1;
+        self.open_connection_count -= 1;
         self.slots[slot as usize].take()
     }
 }
 
 /// Returns the index of the smallest value, or of the first one if several are equal.
 fn index_of_minimum(values: &[Nanoseconds]) -> usize {
-    let minimum = values.iter().copied().fold(NEVER, Nanoseconds::min);
+    let minimum = values.iter().copied().fold(NO_END_TIME, Nanoseconds::min);
     values.iter().position(|value| *value == minimum).unwrap_or(0)
 }
 
@@ -114,8 +115,8 @@ mod tests {
 
     #[test]
     fn connections_are_closed_in_the_order_of_their_ends() {
-        let mix = ConnectionMix::web_server();
-        let mut connections = Connections::new(&mix);
+        let mix = ConnectionMix::for_web_server();
+        let mut connections = OpenConnectionSet::new(&mix);
         let mut rng = seeded_rng(1, 0);
         let (mut expected, mut closed_connections) = (Vec::new(), Vec::new());
         for start in 0..5_000 {
@@ -126,7 +127,7 @@ mod tests {
                     .push((connections.next_end_time().unwrap(), connections.close_next().unwrap().identity));
             }
             expected.push((start + mix.kinds()[usize::from(kind_index)].duration, start));
-            let connection = Connection {
+            let connection = OpenConnection {
                 identity: start,
                 stored_state: 0,
                 start,
@@ -141,8 +142,8 @@ mod tests {
         while let Some(end) = connections.next_end_time() {
             closed_connections.push((end, connections.close_next().unwrap().identity));
         }
-        let end_times = |entries: &[(u64, u64)]| entries.iter().map(|(end, _)| *end).collect::<Vec<_>>();
-        assert!(end_times(&closed_connections).is_sorted());
+        let extract_end_times = |entries: &[(u64, u64)]| entries.iter().map(|(end, _)| *end).collect::<Vec<_>>();
+        assert!(extract_end_times(&closed_connections).is_sorted());
         expected.sort_unstable();
         closed_connections.sort_unstable();
         assert_eq!(closed_connections, expected);

@@ -1,19 +1,19 @@
 //! Simulation loop, which processes connections and changes of servers and load balancers in order of time.
 
 use super::arrivals::{ConnectionSource, settling_time};
-use super::balancer::Balancer;
+use super::balancer::LoadBalancerSet;
 use super::clock::{Nanoseconds, from_seconds};
 use super::cluster::{Cluster, ClusterChange};
-use super::connections::{Connection, Connections};
+use super::connections::{OpenConnection, OpenConnectionSet};
 use super::mix::ConnectionMix;
-use super::outcome::{PerSecondCounts, SeedResult};
-use super::schedule::{ChangeSchedule, max_deviation};
-use super::{ClusterUpdates, Config};
+use super::outcome::{PccSeedResult, PerSecondCounts};
+use super::schedule::{ClusterChangeSchedule, max_size_deviation};
+use super::{ClusterUpdates, PccSimulationConfig};
 
 /// Returns the number of servers that are outside the pool at the start.
-fn spare_server_count(config: &Config) -> usize {
+fn spare_server_count(config: &PccSimulationConfig) -> usize {
     match &config.updates {
-        ClusterUpdates::PerMinute { .. } => max_deviation(config.servers),
+        ClusterUpdates::PerMinute { .. } => max_size_deviation(config.servers),
         ClusterUpdates::Scheduled(changes) => {
             changes.iter().filter(|(_, change)| *change == ClusterChange::AddServer).count()
         }
@@ -21,61 +21,66 @@ fn spare_server_count(config: &Config) -> usize {
 }
 
 /// Returns the total number of servers in a simulation, whether they are in the pool or not.
-pub fn server_count(config: &Config) -> usize {
+pub fn total_server_count(config: &PccSimulationConfig) -> usize {
     config.servers + spare_server_count(config)
 }
 
-pub fn simulate<B: Balancer>(config: &Config, mix: &ConnectionMix, seed: u64, balancer: B) -> SeedResult {
-    Simulation::new(config, mix, seed, balancer).run()
+pub fn simulate<B: LoadBalancerSet>(
+    config: &PccSimulationConfig,
+    mix: &ConnectionMix,
+    seed: u64,
+    balancer: B,
+) -> PccSeedResult {
+    PccSimulation::new(config, mix, seed, balancer).run()
 }
 
-struct Simulation<'a, B> {
+struct PccSimulation<'a, B> {
     mix: &'a ConnectionMix,
     balancer: B,
     cluster: Cluster,
-    connections: Connections,
+    connections: OpenConnectionSet,
     connection_source: ConnectionSource,
-    change_schedule: ChangeSchedule,
+    change_schedule: ClusterChangeSchedule,
     next_report_at: Option<Nanoseconds>,
     report_interval: Nanoseconds,
     warm_up_duration: Nanoseconds,
     end_time: Nanoseconds,
-    seed_result: SeedResult,
+    seed_result: PccSeedResult,
 }
 
-impl<'a, B: Balancer> Simulation<'a, B> {
-    fn new(config: &Config, mix: &'a ConnectionMix, seed: u64, mut balancer: B) -> Self {
+impl<'a, B: LoadBalancerSet> PccSimulation<'a, B> {
+    fn new(config: &PccSimulationConfig, mix: &'a ConnectionMix, seed: u64, mut balancer: B) -> Self {
         let warm_up_duration = settling_time(&config.arrivals, mix);
-        let end_time = warm_up_duration + from_seconds(config.minutes * 60.0);
+        let end_time = warm_up_duration + from_seconds(config.measured_minutes * 60.0);
         let cluster = Cluster::new(config.servers, spare_server_count(config), config.load_balancers, warm_up_duration);
         balancer.on_servers_changed(&cluster);
         let report_interval = config.report_interval_ms * 1_000_000;
-        let second_count = (config.minutes * 60.0).ceil() as usize;
+        let second_count = (config.measured_minutes * 60.0).ceil() as usize;
         let per_second_counts =
             vec![PerSecondCounts { pool_servers: config.servers, ..PerSecondCounts::default() }; second_count];
         Self {
             mix,
             next_report_at: balancer.uses_reports().then_some(report_interval),
             balancer,
-            connections: Connections::new(mix),
+            connections: OpenConnectionSet::new(mix),
             connection_source: ConnectionSource::new(config.arrivals, mix, warm_up_duration, seed),
-            change_schedule: ChangeSchedule::new(&config.updates, &cluster, warm_up_duration, seed),
+            change_schedule: ClusterChangeSchedule::new(&config.updates, &cluster, warm_up_duration, seed),
             cluster,
             report_interval,
             warm_up_duration,
             end_time,
-            seed_result: SeedResult {
+            seed_result: PccSeedResult {
                 per_second_counts: if config.records_per_second_counts { per_second_counts } else { Vec::new() },
-                ..SeedResult::default()
+                ..PccSeedResult::default()
             },
         }
     }
 
-    fn run(mut self) -> SeedResult {
+    fn run(mut self) -> PccSeedResult {
         loop {
             // If several events are simultaneous, connections end first, because an ended connection cannot be broken.
             let next_end_time = self.connections.next_end_time().unwrap_or(Nanoseconds::MAX);
-            let next_start_time = self.connection_source.next_start();
+            let next_start_time = self.connection_source.next_start_time();
             let next_change = self.change_schedule.next_change_at().unwrap_or(Nanoseconds::MAX);
             let next_report = self.next_report_at.unwrap_or(Nanoseconds::MAX);
             let now = next_end_time.min(next_start_time).min(next_change).min(next_report);
@@ -102,7 +107,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         let Some((identity, kind)) = self.connection_source.pop_connection() else { return };
         let placement = self.balancer.place_connection(identity, &self.cluster);
         self.cluster.add_connection(placement.server);
-        let connection = Connection {
+        let connection = OpenConnection {
             identity,
             stored_state: placement.stored_state,
             start: self.cluster.now,
@@ -138,7 +143,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
     }
 
     fn apply_next_change(&mut self) {
-        let previous_server_count = self.cluster.members().len();
+        let previous_server_count = self.cluster.pool_members().len();
         match self.change_schedule.apply_next_change(&mut self.cluster) {
             None => return,
             Some(ClusterChange::AddServer | ClusterChange::RemoveServer) => {
@@ -148,7 +153,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
                 self.balancer.on_load_balancers_changed(&self.cluster, &mut self.connections);
             }
         }
-        let server_count = self.cluster.members().len();
+        let server_count = self.cluster.pool_members().len();
         if self.cluster.now >= self.warm_up_duration {
             self.seed_result.update_count += 1;
         }
@@ -165,7 +170,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     /// Returns the time at which the client notices the break. This is its next acknowledgement, or at the latest the
     /// regular end of the connection.
-    fn break_notice_time(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
+    fn break_notice_time(&self, connection: &OpenConnection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind_index)];
         let packet_count = u128::from(kind.packet_count);
         let elapsed_ns = u128::from(broken_at - connection.start);
@@ -182,8 +187,8 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         }
     }
 
-    fn into_result(mut self) -> SeedResult {
-        self.seed_result.imbalance = self.cluster.imbalance.average_imbalance();
+    fn into_result(mut self) -> PccSeedResult {
+        self.seed_result.mean_imbalance = self.cluster.imbalance.average_imbalance();
         self.seed_result.open_connections_at_end = self.connections.len();
         if !self.seed_result.per_second_counts.is_empty() {
             // Connections that are still open may have been broken within a reported second.

@@ -4,12 +4,12 @@
 use coreward_model::ServerId;
 use coreward_model::policy::{MAGLEV_PAPER_SIZE, maglev_table, modulo_table, ring_table};
 
-use super::Config;
-use super::balancer::{Balancer, PlacedConnection};
+use super::PccSimulationConfig;
+use super::balancer::{LoadBalancerSet, PlacedConnection};
 use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, server_id};
-use super::connections::{Connection, Connections};
+use super::connections::{OpenConnection, OpenConnectionSet};
 use super::method::HashLayout;
 
 /// Returns the smallest power of two that gives every server at least `buckets_per_server` buckets.
@@ -52,7 +52,7 @@ pub struct StatelessHashing {
 }
 
 impl StatelessHashing {
-    pub fn new(layout: HashLayout, config: &Config) -> Self {
+    pub fn new(layout: HashLayout, config: &PccSimulationConfig) -> Self {
         let table_size = layout.table_size(config.servers, config.buckets_per_server);
         Self { layout, table: BucketTable::new(table_size, false, config.records_per_second_counts) }
     }
@@ -63,7 +63,7 @@ impl StatelessHashing {
     }
 }
 
-impl Balancer for StatelessHashing {
+impl LoadBalancerSet for StatelessHashing {
     fn place_connection(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
         PlacedConnection {
             server: self.server_for_connection(identity),
@@ -73,14 +73,14 @@ impl Balancer for StatelessHashing {
     }
 
     fn on_servers_changed(&mut self, cluster: &Cluster) {
-        let ids: Vec<ServerId> = cluster.members().iter().copied().map(server_id).collect();
+        let ids: Vec<ServerId> = cluster.pool_members().iter().copied().map(server_id).collect();
         self.table.begin_table_change(cluster.now);
         for (bucket, position) in self.layout.server_indices(&ids, self.table.len()).into_iter().enumerate() {
-            self.table.assign_bucket(bucket, cluster.members()[position]);
+            self.table.assign_bucket(bucket, cluster.pool_members()[position]);
         }
     }
 
-    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds> {
         self.table.first_break_time(connection, cluster.now)
     }
 }
@@ -95,7 +95,7 @@ pub struct StatefulHashing {
 }
 
 impl StatefulHashing {
-    pub fn new(layout: HashLayout, config: &Config) -> Self {
+    pub fn new(layout: HashLayout, config: &PccSimulationConfig) -> Self {
         Self { fallback_hashing: StatelessHashing::new(layout, config), load_balancer_mask: 0 }
     }
 
@@ -110,7 +110,7 @@ fn load_balancer_bits(load_balancers: &[u8]) -> u64 {
     load_balancers.iter().fold(0, |bits, load_balancer| bits | 1 << load_balancer)
 }
 
-impl Balancer for StatefulHashing {
+impl LoadBalancerSet for StatefulHashing {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         PlacedConnection {
             stored_state: 1 << cluster.select_load_balancer(identity),
@@ -125,7 +125,7 @@ impl Balancer for StatefulHashing {
 
     /// Updates all connections, because each may now reach another load balancer. Connections whose new load balancer
     /// hashes them to their own server keep that server.
-    fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
+    fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut OpenConnectionSet) {
         // A load balancer that stops or restarts loses its connection table.
         let surviving_mask = self.load_balancer_mask & load_balancer_bits(cluster.load_balancers());
         self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
@@ -142,7 +142,7 @@ impl Balancer for StatefulHashing {
         }
     }
 
-    fn first_break_time(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &OpenConnection, _cluster: &Cluster) -> Option<Nanoseconds> {
         connection.rerouted_at
     }
 }

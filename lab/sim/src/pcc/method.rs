@@ -9,7 +9,7 @@ use crate::names::UnknownName;
 
 /// Method by which load balancers find the server for a packet.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Method {
+pub enum BalancingMethod {
     /// Table of buckets that depends only on the servers in the pool (`hash`, `consistent-hash` or `maglev`).
     Hashed(HashLayout),
     /// Stable hashing with daisy chaining (`beamer[:THRESHOLD]`). A server whose load exceeds (1 + threshold) x the
@@ -61,7 +61,7 @@ pub enum HashLayout {
     Maglev,
 }
 
-const LAYOUTS: [HashLayout; 3] = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev];
+const HASH_LAYOUTS: [HashLayout; 3] = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev];
 
 impl HashLayout {
     fn name(self) -> &'static str {
@@ -73,11 +73,11 @@ impl HashLayout {
     }
 
     fn from_name(name: &str) -> Option<Self> {
-        LAYOUTS.into_iter().find(|layout| layout.name() == name)
+        HASH_LAYOUTS.into_iter().find(|layout| layout.name() == name)
     }
 
     fn parse_name(name: &str) -> Result<Self, UnknownName> {
-        Self::from_name(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(HashLayout::name)))
+        Self::from_name(name).ok_or_else(|| UnknownName::new("layout", name, HASH_LAYOUTS.map(HashLayout::name)))
     }
 
     /// Returns the layout as the last parameter in a method's name, or an empty text for the default, `hash`.
@@ -87,7 +87,7 @@ impl HashLayout {
 }
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum MethodError {
+pub enum BalancingMethodError {
     /// No method, layout or policy has the requested name.
     #[error(transparent)]
     UnknownName(#[from] UnknownName),
@@ -132,7 +132,7 @@ const HISTORY_TAG_KEPT_NAME: &str = "history-tag-kept";
 const HASH_INDEX_NAME: &str = "hash-index";
 
 /// Splits `BITS[:LAYOUT]` into the text before the colon and the layout.
-fn parse_bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), MethodError> {
+fn parse_bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), BalancingMethodError> {
     match parameter.split_once(':') {
         None => Ok((parameter, HashLayout::Striped)),
         Some((bits, layout)) => Ok((bits, HashLayout::parse_name(layout)?)),
@@ -143,74 +143,75 @@ fn parse_bits(max_bits: u8, text: &str) -> Option<u8> {
     text.parse().ok().filter(|bits| *bits <= max_bits)
 }
 
-impl FromStr for Method {
-    type Err = MethodError;
+impl FromStr for BalancingMethod {
+    type Err = BalancingMethodError;
 
-    fn from_str(method_text: &str) -> Result<Self, MethodError> {
+    fn from_str(method_text: &str) -> Result<Self, BalancingMethodError> {
         let (name, parameter) = method_text
             .split_once(':')
             .map_or((method_text, None), |(name, parameter_text)| (name, Some(parameter_text)));
         match (name, parameter) {
-            ("beamer", None) => Ok(Method::Beamer { threshold: None }),
+            ("beamer", None) => Ok(BalancingMethod::Beamer { threshold: None }),
             ("beamer", Some(text)) => {
                 let threshold = text.parse().ok().filter(|threshold: &f64| *threshold > 0.0 && *threshold <= 100.0);
-                let threshold = threshold.ok_or_else(|| MethodError::InvalidThreshold(text.to_owned()))?;
-                Ok(Method::Beamer { threshold: Some(threshold) })
+                let threshold = threshold.ok_or_else(|| BalancingMethodError::InvalidThreshold(text.to_owned()))?;
+                Ok(BalancingMethod::Beamer { threshold: Some(threshold) })
             }
-            ("stateful-hash", None) => Ok(Method::Stateful(HashLayout::Striped)),
-            ("stateful-hash", Some(layout)) => Ok(Method::Stateful(HashLayout::parse_name(layout)?)),
+            ("stateful-hash", None) => Ok(BalancingMethod::Stateful(HashLayout::Striped)),
+            ("stateful-hash", Some(layout)) => Ok(BalancingMethod::Stateful(HashLayout::parse_name(layout)?)),
             (HISTORY_TAG_NAME | HISTORY_TAG_KEPT_NAME, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
-                let bits =
-                    parse_bits(MAX_TAG_BITS, bits).ok_or_else(|| MethodError::InvalidBits(method_text.to_owned()))?;
-                Ok(Method::HistoryTag { tag_bits: bits, renews_tags: name == HISTORY_TAG_NAME, layout })
+                let bits = parse_bits(MAX_TAG_BITS, bits)
+                    .ok_or_else(|| BalancingMethodError::InvalidBits(method_text.to_owned()))?;
+                Ok(BalancingMethod::HistoryTag { tag_bits: bits, renews_tags: name == HISTORY_TAG_NAME, layout })
             }
             (HASH_INDEX_NAME, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
                 let (bits, tag_bits) = bits.split_once('+').unwrap_or((bits, "0"));
                 let parsed_bits = parse_bits(MAX_INDEX_BITS, bits).zip(parse_bits(MAX_TAG_BITS, tag_bits));
-                let (bits, tag_bits) = parsed_bits.ok_or_else(|| MethodError::InvalidBits(method_text.to_owned()))?;
-                Ok(Method::HashIndex { index_bits: bits, tag_bits, layout })
+                let (bits, tag_bits) =
+                    parsed_bits.ok_or_else(|| BalancingMethodError::InvalidBits(method_text.to_owned()))?;
+                Ok(BalancingMethod::HashIndex { index_bits: bits, tag_bits, layout })
             }
-            ("cheetah", None) => Err(MethodError::MissingPolicy),
+            ("cheetah", None) => Err(BalancingMethodError::MissingPolicy),
             ("cheetah", Some(requested_policy)) => {
                 let known_policy = policy::policy_names().into_iter().find(|name| *name == requested_policy);
                 let policy =
                     known_policy.ok_or_else(|| UnknownName::new("policy", requested_policy, policy::policy_names()))?;
-                Ok(Method::Cheetah { policy })
+                Ok(BalancingMethod::Cheetah { policy })
             }
             (name, parameter) => match (HashLayout::from_name(name), parameter) {
-                (Some(layout), None) => Ok(Method::Hashed(layout)),
-                (Some(_), Some(_)) => Err(MethodError::UnexpectedParameter(method_text.to_owned())),
+                (Some(layout), None) => Ok(BalancingMethod::Hashed(layout)),
+                (Some(_), Some(_)) => Err(BalancingMethodError::UnexpectedParameter(method_text.to_owned())),
                 (None, _) => Err(UnknownName::new("method", method_text, METHOD_SYNTAX).into()),
             },
         }
     }
 }
 
-impl fmt::Display for Method {
+impl fmt::Display for BalancingMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Method::Hashed(layout) => f.write_str(layout.name()),
-            Method::Beamer { threshold: None } => f.write_str("beamer"),
-            Method::Beamer { threshold: Some(threshold) } => write!(f, "beamer:{threshold}"),
-            Method::Stateful(layout) => write!(f, "stateful-hash{}", layout.method_name_suffix()),
-            Method::HistoryTag { tag_bits: bits, renews_tags, layout } => {
+            BalancingMethod::Hashed(layout) => f.write_str(layout.name()),
+            BalancingMethod::Beamer { threshold: None } => f.write_str("beamer"),
+            BalancingMethod::Beamer { threshold: Some(threshold) } => write!(f, "beamer:{threshold}"),
+            BalancingMethod::Stateful(layout) => write!(f, "stateful-hash{}", layout.method_name_suffix()),
+            BalancingMethod::HistoryTag { tag_bits: bits, renews_tags, layout } => {
                 let name = if *renews_tags { HISTORY_TAG_NAME } else { HISTORY_TAG_KEPT_NAME };
                 write!(f, "{name}:{bits}{}", layout.method_name_suffix())
             }
-            Method::HashIndex { index_bits: bits, tag_bits: 0, layout } => {
+            BalancingMethod::HashIndex { index_bits: bits, tag_bits: 0, layout } => {
                 write!(f, "{HASH_INDEX_NAME}:{bits}{}", layout.method_name_suffix())
             }
-            Method::HashIndex { index_bits: bits, tag_bits, layout } => {
+            BalancingMethod::HashIndex { index_bits: bits, tag_bits, layout } => {
                 write!(f, "{HASH_INDEX_NAME}:{bits}+{tag_bits}{}", layout.method_name_suffix())
             }
-            Method::Cheetah { policy } => write!(f, "cheetah:{policy}"),
+            BalancingMethod::Cheetah { policy } => write!(f, "cheetah:{policy}"),
         }
     }
 }
 
-impl serde::Serialize for Method {
+impl serde::Serialize for BalancingMethod {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
@@ -237,7 +238,7 @@ mod tests {
         ];
         let cheetah_methods = policy::policy_names().into_iter().map(|name| format!("cheetah:{name}"));
         for name in names.map(String::from).into_iter().chain(cheetah_methods) {
-            assert_eq!(name.parse::<Method>().unwrap().to_string(), name);
+            assert_eq!(name.parse::<BalancingMethod>().unwrap().to_string(), name);
         }
     }
 
@@ -258,7 +259,7 @@ mod tests {
             ("hash-index:1+13", "expected hash-index:BITS"),
             ("maglev:3", "method \"maglev:3\": it takes no parameter"),
         ] {
-            let error = method_text.parse::<Method>().unwrap_err().to_string();
+            let error = method_text.parse::<BalancingMethod>().unwrap_err().to_string();
             assert!(error.contains(expected), "{method_text}: {error}");
         }
     }

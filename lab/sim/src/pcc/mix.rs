@@ -62,8 +62,8 @@ pub struct ConnectionMix {
 }
 
 impl ConnectionMix {
-    pub fn web_server() -> Self {
-        let to_kind = |(microseconds, bytes, _): &(u64, f64, u16)| ConnectionKind {
+    pub fn for_web_server() -> Self {
+        let to_connection_kind = |(microseconds, bytes, _): &(u64, f64, u16)| ConnectionKind {
             duration: microseconds * 1_000,
             packet_count: ((bytes / BYTES_PER_PACKET) as u32).max(1),
         };
@@ -71,12 +71,12 @@ impl ConnectionMix {
         let weighted_kind_indices = indexed_entries
             .flat_map(|(kind, (.., weight))| std::iter::repeat_n(kind as u8, usize::from(*weight)))
             .collect();
-        Self::new(WEB_SERVER_CONNECTIONS.iter().map(to_kind).collect(), weighted_kind_indices)
+        Self::new(WEB_SERVER_CONNECTIONS.iter().map(to_connection_kind).collect(), weighted_kind_indices)
     }
 
     /// Returns a mix whose connections all last `seconds`.
     #[cfg(test)]
-    pub fn constant_duration(seconds: f64) -> Self {
+    pub fn with_constant_duration(seconds: f64) -> Self {
         Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packet_count: 1 }], vec![0])
     }
 
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn web_server_mix_equals_the_published_one() {
-        let mix = ConnectionMix::web_server();
+        let mix = ConnectionMix::for_web_server();
         assert_eq!(mix.weighted_kind_indices().len(), 908);
         // The expected values are those of the file. Its mean size is 6.2 KB.
         assert!((mix.mean_duration_ns() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration_ns());

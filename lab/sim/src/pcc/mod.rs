@@ -22,17 +22,17 @@ mod reference_tests;
 mod schedule;
 mod small_cookies;
 
-pub use arrivals::{ArrivalProcess, ConnectionSource, RateWave};
-use beamer::{Beamer, ThresholdControl};
-use cheetah::Cheetah;
+pub use arrivals::{ArrivalProcess, ConnectionSource, RequestRateWave};
+use beamer::{BeamerBalancers, SuspensionThresholdControl};
+use cheetah::CheetahBalancers;
 pub use cluster::{ClusterChange, MAX_LOAD_BALANCERS};
 use coreward_model::placement::BucketCount;
 use hashed::{StatefulHashing, StatelessHashing};
-pub use method::{HashLayout, MAX_INDEX_BITS, MAX_TAG_BITS, Method, MethodError};
+pub use method::{BalancingMethod, BalancingMethodError, HashLayout, MAX_INDEX_BITS, MAX_TAG_BITS};
 pub use mix::{ConnectionKind, ConnectionMix};
-pub use outcome::{MethodOutcome, Outcome, PerSecondCounts, SeedResult};
+pub use outcome::{MethodOutcome, PccSeedResult, PccSimulationOutcome, PerSecondCounts};
 pub use schedule::ClusterUpdates;
-use small_cookies::{CookieFields, SmallCookies};
+use small_cookies::{SmallCookieBalancers, SmallCookieFields};
 
 use crate::par_map_ordered;
 
@@ -47,7 +47,7 @@ pub enum LoadInfo {
 
 /// Configuration of a simulation, with the cluster, its load, and the methods to compare.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
+pub struct PccSimulationConfig {
     /// Nominal number of servers in the pool, from 1 to 7000.
     pub servers: usize,
     /// Process by which clients open connections.
@@ -55,11 +55,11 @@ pub struct Config {
     /// Changes of servers and load balancers. Random ones also occur during the warm-up.
     pub updates: ClusterUpdates,
     /// Measured time after the warm-up (minutes).
-    pub minutes: f64,
+    pub measured_minutes: f64,
     /// Nominal number of load balancers, from 1 to 32.
     pub load_balancers: usize,
     /// Methods to compare. All of them get the same connections and changes.
-    pub methods: Vec<Method>,
+    pub methods: Vec<BalancingMethod>,
     /// Number of seeds, which are numbered from 1.
     pub seed_count: u64,
     /// Age of the load information that policies use.
@@ -77,7 +77,7 @@ pub struct Config {
     pub records_per_second_counts: bool,
 }
 
-impl Default for Config {
+impl Default for PccSimulationConfig {
     /// Returns the configuration of Cheetah's simulations (NSDI'20, Sect. 2.1), with 70,000 connections and the highest
     /// update rate.
     fn default() -> Self {
@@ -85,9 +85,9 @@ impl Default for Config {
             servers: 468,
             arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 70_000.0 },
             updates: ClusterUpdates::PerMinute { servers: 80.0, load_balancers: 0.0 },
-            minutes: 2.0,
+            measured_minutes: 2.0,
             load_balancers: 1,
-            methods: DEFAULT_METHODS.iter().map(|name| name.parse().expect("it exists")).collect(),
+            methods: DEFAULT_METHOD_NAMES.iter().map(|name| name.parse().expect("it exists")).collect(),
             seed_count: 3,
             load_info: LoadInfo::Current,
             report_interval_ms: 100,
@@ -99,12 +99,12 @@ impl Default for Config {
     }
 }
 
-impl Config {
+impl PccSimulationConfig {
     /// Returns the configuration of the experiment in Cheetah's Fig. 9 (NSDI'20, Sect. 5.3), with 24 servers and 1,500
     /// to 2,500 requests per second over 40 s. Servers join while the load rises, and drain while it falls. According
     /// to the paper's text, 7 servers join and 8 leave. The times here follow the published server counts
     /// (`dynamic/BeamerNBSRV.csv` of github.com/cheetahlb/experiments), in which 6 join.
-    pub fn cheetah_figure_9() -> Self {
+    pub fn for_cheetah_figure_9() -> Self {
         let server_changes = [(5, 1), (6, 2), (7, 2), (13, 1), (16, -2), (20, -1), (21, -1), (22, -3), (23, -1)];
         let changes = server_changes.into_iter().flat_map(|(second, servers): (u32, i32)| {
             let change = if servers > 0 { ClusterChange::AddServer } else { ClusterChange::RemoveServer };
@@ -116,10 +116,10 @@ impl Config {
             arrivals: ArrivalProcess::ClosedLoop {
                 // Four machines generated the load.
                 clients: 4,
-                request_rate: RateWave { base_per_s: 1_500.0, peak_per_s: 2_500.0, duration_s: 40.0 },
+                request_rate: RequestRateWave { base_per_s: 1_500.0, peak_per_s: 2_500.0, duration_s: 40.0 },
             },
             updates: ClusterUpdates::Scheduled(changes.collect()),
-            minutes: 45.0 / 60.0,
+            measured_minutes: 45.0 / 60.0,
             methods: ["hash", "consistent-hash", "beamer", "cheetah:awrr"]
                 .map(|name| name.parse().expect("it exists"))
                 .to_vec(),
@@ -131,15 +131,15 @@ impl Config {
 }
 
 /// Methods that are compared unless others are selected.
-pub const DEFAULT_METHODS: [&str; 8] =
+pub const DEFAULT_METHOD_NAMES: [&str; 8] =
     ["hash", "consistent-hash", "maglev", "beamer", "stateful-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
 
 /// Error for an invalid value of a configuration.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
-    #[error("{0} servers: expected 1 to {MAX_SERVERS}")]
+    #[error("{0} servers: expected 1 to {MAX_POOL_SERVERS}")]
     InvalidServerCount(usize),
-    #[error("{0} connections: expected a number from 1 to {MAX_CONNECTIONS}")]
+    #[error("{0} connections: expected a number from 1 to {MAX_OPEN_CONNECTIONS}")]
     InvalidConnectionCount(f64),
     #[error("{0} requests per second: expected a number from 1 to 1000000")]
     InvalidRequestRate(f64),
@@ -167,54 +167,62 @@ pub enum Error {
     InvalidCoreCount(u16),
 }
 
-const MAX_SERVERS: usize = 7_000;
-const MAX_CONNECTIONS: u32 = 10_000_000;
+const MAX_POOL_SERVERS: usize = 7_000;
+const MAX_OPEN_CONNECTIONS: u32 = 10_000_000;
 const MAX_UPDATES_PER_MINUTE: u32 = 6_000;
 
 /// Runs every method with every seed on all CPUs. Fails when a value of the configuration is out of range.
-pub fn run(config: &Config) -> Result<Outcome, Error> {
+pub fn run(config: &PccSimulationConfig) -> Result<PccSimulationOutcome, Error> {
     check_config(config)?;
-    let mix = ConnectionMix::web_server();
+    let mix = ConnectionMix::for_web_server();
     let seeds = 1..=config.seed_count;
-    let inputs: Vec<(Method, u64)> =
+    let inputs: Vec<(BalancingMethod, u64)> =
         config.methods.iter().flat_map(|method| seeds.clone().map(|seed| (*method, seed))).collect();
     let seed_results = par_map_ordered(&inputs, |(method, seed)| run_method(config, &mix, *method, *seed));
     let methods = config.methods.iter().zip(seed_results.chunks(config.seed_count as usize));
-    Ok(Outcome { methods: methods.map(|(method, runs)| MethodOutcome::new(*method, runs.to_vec())).collect() })
+    Ok(PccSimulationOutcome {
+        methods: methods.map(|(method, runs)| MethodOutcome::new(*method, runs.to_vec())).collect(),
+    })
 }
 
-fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -> SeedResult {
-    let server_count = engine::server_count(config);
+fn run_method(config: &PccSimulationConfig, mix: &ConnectionMix, method: BalancingMethod, seed: u64) -> PccSeedResult {
+    let server_count = engine::total_server_count(config);
     match method {
-        Method::Hashed(layout) => engine::simulate(config, mix, seed, StatelessHashing::new(layout, config)),
-        Method::Beamer { threshold } => {
+        BalancingMethod::Hashed(layout) => engine::simulate(config, mix, seed, StatelessHashing::new(layout, config)),
+        BalancingMethod::Beamer { threshold } => {
             let suspends_from = arrivals::settling_time(&config.arrivals, mix) / 2;
-            let threshold_control = threshold.map(|threshold| ThresholdControl { threshold, suspends_from });
-            let beamer = Beamer::new(threshold_control, config, seed);
+            let threshold_control =
+                threshold.map(|threshold| SuspensionThresholdControl { allowed_load_excess: threshold, suspends_from });
+            let beamer = BeamerBalancers::new(threshold_control, config, seed);
             engine::simulate(config, mix, seed, beamer)
         }
-        Method::Stateful(layout) => engine::simulate(config, mix, seed, StatefulHashing::new(layout, config)),
-        Method::HistoryTag { tag_bits: bits, renews_tags, layout } => {
-            let cookie_fields = CookieFields { tag_bits: bits, renews_tags, index_bits: 0 };
-            let cookies = SmallCookies::new(cookie_fields, layout, config, server_count, mix.longest_duration());
+        BalancingMethod::Stateful(layout) => engine::simulate(config, mix, seed, StatefulHashing::new(layout, config)),
+        BalancingMethod::HistoryTag { tag_bits: bits, renews_tags, layout } => {
+            let cookie_fields = SmallCookieFields { tag_bits: bits, renews_tags, index_bits: 0 };
+            let cookies =
+                SmallCookieBalancers::new(cookie_fields, layout, config, server_count, mix.longest_duration());
             engine::simulate(config, mix, seed, cookies)
         }
-        Method::HashIndex { index_bits: bits, tag_bits, layout } => {
-            let cookie_fields = CookieFields { tag_bits, renews_tags: true, index_bits: bits };
-            let cookies = SmallCookies::new(cookie_fields, layout, config, server_count, mix.longest_duration());
+        BalancingMethod::HashIndex { index_bits: bits, tag_bits, layout } => {
+            let cookie_fields = SmallCookieFields { tag_bits, renews_tags: true, index_bits: bits };
+            let cookies =
+                SmallCookieBalancers::new(cookie_fields, layout, config, server_count, mix.longest_duration());
             engine::simulate(config, mix, seed, cookies)
         }
-        Method::Cheetah { policy } => {
-            engine::simulate(config, mix, seed, Cheetah::new(policy, config, server_count, seed))
+        BalancingMethod::Cheetah { policy } => {
+            engine::simulate(config, mix, seed, CheetahBalancers::new(policy, config, server_count, seed))
         }
     }
 }
 
-fn check_config(config: &Config) -> Result<(), Error> {
-    ensure_valid((1..=MAX_SERVERS).contains(&config.servers), Error::InvalidServerCount(config.servers))?;
-    check_arrivals(&config.arrivals)?;
-    check_updates(&config.updates)?;
-    ensure_valid(config.minutes > 0.0 && config.minutes <= 1440.0, Error::InvalidMinutes(config.minutes))?;
+fn check_config(config: &PccSimulationConfig) -> Result<(), Error> {
+    ensure_valid((1..=MAX_POOL_SERVERS).contains(&config.servers), Error::InvalidServerCount(config.servers))?;
+    check_arrival_process(&config.arrivals)?;
+    check_cluster_updates(&config.updates)?;
+    ensure_valid(
+        config.measured_minutes > 0.0 && config.measured_minutes <= 1440.0,
+        Error::InvalidMinutes(config.measured_minutes),
+    )?;
     ensure_valid(
         (1..=MAX_LOAD_BALANCERS / 2).contains(&config.load_balancers),
         Error::InvalidLoadBalancerCount(config.load_balancers),
@@ -237,10 +245,10 @@ fn ensure_valid(is_valid: bool, error: Error) -> Result<(), Error> {
     if is_valid { Ok(()) } else { Err(error) }
 }
 
-fn check_arrivals(arrivals: &ArrivalProcess) -> Result<(), Error> {
+fn check_arrival_process(arrivals: &ArrivalProcess) -> Result<(), Error> {
     match *arrivals {
         ArrivalProcess::OpenLoop { mean_open_connections: connections } => ensure_valid(
-            (1.0..=f64::from(MAX_CONNECTIONS)).contains(&connections),
+            (1.0..=f64::from(MAX_OPEN_CONNECTIONS)).contains(&connections),
             Error::InvalidConnectionCount(connections),
         ),
         ArrivalProcess::ClosedLoop { clients, request_rate } => {
@@ -252,7 +260,7 @@ fn check_arrivals(arrivals: &ArrivalProcess) -> Result<(), Error> {
     }
 }
 
-fn check_updates(updates: &ClusterUpdates) -> Result<(), Error> {
+fn check_cluster_updates(updates: &ClusterUpdates) -> Result<(), Error> {
     match updates {
         ClusterUpdates::PerMinute { servers, load_balancers } => {
             [*servers, *load_balancers].into_iter().try_for_each(|rate| {

@@ -2,23 +2,24 @@
 
 use serde::Serialize;
 
-use super::method::Method;
-use crate::output::Printable;
+use super::method::BalancingMethod;
+use crate::output::PrintableResult;
 use crate::seed_summary::SeedSummary;
 
 /// Results of one method with one seed.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct SeedResult {
+pub struct PccSeedResult {
     /// Number of connections that ended after the warm-up.
     pub ended_connections: u64,
     /// Number of connections that ended after the warm-up and had been broken.
     pub broken_connections: u64,
     /// Imbalance (max/mean) between the servers' connection counts, averaged over time.
-    pub imbalance: f64,
+    pub mean_imbalance: f64,
     /// Number of server and load balancer changes after the warm-up.
     pub update_count: u64,
     pub open_connections_at_end: usize,
-    /// Results of each second after the warm-up. Empty unless [`super::Config::records_per_second_counts`] is set.
+    /// Results of each second after the warm-up. Empty unless [`super::PccSimulationConfig::records_per_second_counts`]
+    /// is set.
     pub per_second_counts: Vec<PerSecondCounts>,
 }
 
@@ -33,9 +34,9 @@ pub struct PerSecondCounts {
     pub pool_servers: usize,
 }
 
-impl SeedResult {
+impl PccSeedResult {
     /// Returns the percentage of the ended connections that were broken.
-    pub fn broken_pct(&self) -> f64 {
+    pub fn broken_connection_pct(&self) -> f64 {
         if self.ended_connections == 0 {
             0.0
         } else {
@@ -46,7 +47,7 @@ impl SeedResult {
 
 impl PerSecondCounts {
     /// Returns the number of broken connections as a percentage of the completed ones (Cheetah, NSDI'20, Fig. 9).
-    pub fn broken_pct(&self) -> f64 {
+    pub fn broken_connection_pct(&self) -> f64 {
         100.0 * self.broken_connections as f64 / self.completed_connections.max(1) as f64
     }
 }
@@ -54,7 +55,7 @@ impl PerSecondCounts {
 /// Results of one method, summarized over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MethodOutcome {
-    pub method: Method,
+    pub method: BalancingMethod,
     /// Percentage of connections that were mapped to two or more servers between their start and end.
     pub broken_pct: SeedSummary,
     /// Imbalance (max/mean) between the servers' connection counts, averaged over time. Perfect balance is 1.
@@ -65,19 +66,19 @@ pub struct MethodOutcome {
     pub updates: u64,
     /// Results of each seed, beginning with seed 1.
     #[serde(skip)]
-    pub runs: Vec<SeedResult>,
+    pub runs: Vec<PccSeedResult>,
 }
 
 impl MethodOutcome {
     /// Summarizes the results of all seeds. There must be at least one.
-    pub(super) fn new(method: Method, runs: Vec<SeedResult>) -> Self {
-        let summarize = |to_value: fn(&SeedResult) -> f64| {
+    pub(super) fn new(method: BalancingMethod, runs: Vec<PccSeedResult>) -> Self {
+        let summarize = |to_value: fn(&PccSeedResult) -> f64| {
             SeedSummary::from_values(&runs.iter().map(to_value).collect::<Vec<_>>()).expect("at least one seed")
         };
         Self {
             method,
-            broken_pct: summarize(SeedResult::broken_pct),
-            imbalance: summarize(|run| run.imbalance),
+            broken_pct: summarize(PccSeedResult::broken_connection_pct),
+            imbalance: summarize(|run| run.mean_imbalance),
             connections: runs.iter().map(|run| run.ended_connections).sum(),
             updates: runs.iter().map(|run| run.update_count).sum(),
             runs,
@@ -87,13 +88,13 @@ impl MethodOutcome {
 
 /// Results of all compared methods.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Outcome {
-    /// Results of each method, in the order of [`super::Config::methods`].
+pub struct PccSimulationOutcome {
+    /// Results of each method, in the order of [`super::PccSimulationConfig::methods`].
     pub methods: Vec<MethodOutcome>,
 }
 
-impl Printable for Outcome {
-    fn columns(&self) -> Vec<&'static str> {
+impl PrintableResult for PccSimulationOutcome {
+    fn column_titles(&self) -> Vec<&'static str> {
         vec![
             "method",
             "broken %",
@@ -107,8 +108,8 @@ impl Printable for Outcome {
         ]
     }
 
-    fn rows(&self) -> Vec<Vec<String>> {
-        let method_row = |outcome: &MethodOutcome| {
+    fn table_rows(&self) -> Vec<Vec<String>> {
+        let format_method_row = |outcome: &MethodOutcome| {
             let format_pct = |value: f64| format!("{value:.3}");
             let format_ratio = |value: f64| format!("{value:.4}");
             let (broken, imbalance) = (outcome.broken_pct, outcome.imbalance);
@@ -124,6 +125,6 @@ impl Printable for Outcome {
                 outcome.updates.to_string(),
             ]
         };
-        self.methods.iter().map(method_row).collect()
+        self.methods.iter().map(format_method_row).collect()
     }
 }

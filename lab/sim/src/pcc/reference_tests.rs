@@ -6,17 +6,17 @@ use coreward_model::ServerId;
 use coreward_model::cookie::Cookie;
 use proptest::prelude::*;
 
-use super::balancer::{Balancer, PlacedConnection};
-use super::beamer::{Beamer, ThresholdControl};
-use super::cheetah::Cheetah;
+use super::balancer::{LoadBalancerSet, PlacedConnection};
+use super::beamer::{BeamerBalancers, SuspensionThresholdControl};
+use super::cheetah::CheetahBalancers;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, server_id};
-use super::connections::{Connection, Connections};
-use super::engine::{server_count, simulate};
+use super::connections::{OpenConnection, OpenConnectionSet};
+use super::engine::{simulate, total_server_count};
 use super::hashed::{StatefulHashing, StatelessHashing};
 use super::mix::ConnectionMix;
-use super::small_cookies::{CookieFields, SmallCookies};
-use super::{ArrivalProcess, ClusterUpdates, Config, HashLayout, SeedResult};
+use super::small_cookies::{SmallCookieBalancers, SmallCookieFields};
+use super::{ArrivalProcess, ClusterUpdates, HashLayout, PccSeedResult, PccSimulationConfig};
 
 /// Reference model of the network, which determines the server that a connection's packets reach.
 trait ReferenceNetwork<B> {
@@ -24,10 +24,10 @@ trait ReferenceNetwork<B> {
     fn update_tables(&mut self, balancer: &B, cluster: &Cluster);
 
     /// Records the server to which a connection's first packet went.
-    fn begin_connection(&mut self, connection: &Connection, cluster: &Cluster);
+    fn begin_connection(&mut self, connection: &OpenConnection, cluster: &Cluster);
 
     /// Returns the server that a packet of the connection reaches.
-    fn send_packet(&mut self, connection: &Connection, balancer: &B, cluster: &Cluster) -> u16;
+    fn send_packet(&mut self, connection: &OpenConnection, balancer: &B, cluster: &Cluster) -> u16;
 }
 
 /// Balancer that is checked against a reference model. After every change, it also sends a packet of each open
@@ -36,10 +36,10 @@ struct CheckedBalancer<B, N> {
     balancer: B,
     network: N,
     /// Open connections by identity, each with the first time at which its packets reached another server, if any.
-    open_connections: BTreeMap<u64, (Connection, Option<Nanoseconds>)>,
+    open_connections: BTreeMap<u64, (OpenConnection, Option<Nanoseconds>)>,
 }
 
-impl<B: Balancer, N: ReferenceNetwork<B>> CheckedBalancer<B, N> {
+impl<B: LoadBalancerSet, N: ReferenceNetwork<B>> CheckedBalancer<B, N> {
     fn new(balancer: B, network: N) -> Self {
         Self { balancer, network, open_connections: BTreeMap::new() }
     }
@@ -54,21 +54,21 @@ impl<B: Balancer, N: ReferenceNetwork<B>> CheckedBalancer<B, N> {
     }
 }
 
-impl<B: Balancer, N: ReferenceNetwork<B>> Balancer for CheckedBalancer<B, N> {
+impl<B: LoadBalancerSet, N: ReferenceNetwork<B>> LoadBalancerSet for CheckedBalancer<B, N> {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let placement = self.balancer.place_connection(identity, cluster);
-        assert!(cluster.is_member(placement.server), "a new connection went to a server that is not in the pool");
+        assert!(cluster.is_pool_member(placement.server), "a new connection went to a server that is not in the pool");
         placement
     }
 
-    fn on_connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_opened(&mut self, connection: &OpenConnection, cluster: &Cluster) {
         self.network.begin_connection(connection, cluster);
         self.open_connections.insert(connection.identity, (connection.clone(), None));
         self.balancer.on_connection_opened(connection, cluster);
         self.send_packet_on_each_connection(cluster);
     }
 
-    fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_closed(&mut self, connection: &OpenConnection, cluster: &Cluster) {
         self.open_connections.remove(&connection.identity);
         self.balancer.on_connection_closed(connection, cluster);
         self.send_packet_on_each_connection(cluster);
@@ -79,7 +79,7 @@ impl<B: Balancer, N: ReferenceNetwork<B>> Balancer for CheckedBalancer<B, N> {
         self.send_packet_on_each_connection(cluster);
     }
 
-    fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
+    fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut OpenConnectionSet) {
         self.balancer.on_load_balancers_changed(cluster, connections);
         self.send_packet_on_each_connection(cluster);
     }
@@ -93,7 +93,7 @@ impl<B: Balancer, N: ReferenceNetwork<B>> Balancer for CheckedBalancer<B, N> {
         self.send_packet_on_each_connection(cluster);
     }
 
-    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds> {
         let first_break_time = self.balancer.first_break_time(connection, cluster);
         assert_eq!(first_break_time, self.open_connections[&connection.identity].1, "{connection:?}");
         first_break_time
@@ -101,14 +101,14 @@ impl<B: Balancer, N: ReferenceNetwork<B>> Balancer for CheckedBalancer<B, N> {
 }
 
 /// Network model in which a packet goes to the server that currently has its bucket.
-struct BucketNetwork;
+struct BucketHashingNetwork;
 
-impl ReferenceNetwork<StatelessHashing> for BucketNetwork {
+impl ReferenceNetwork<StatelessHashing> for BucketHashingNetwork {
     fn update_tables(&mut self, _: &StatelessHashing, _: &Cluster) {}
 
-    fn begin_connection(&mut self, _: &Connection, _: &Cluster) {}
+    fn begin_connection(&mut self, _: &OpenConnection, _: &Cluster) {}
 
-    fn send_packet(&mut self, connection: &Connection, balancer: &StatelessHashing, _: &Cluster) -> u16 {
+    fn send_packet(&mut self, connection: &OpenConnection, balancer: &StatelessHashing, _: &Cluster) -> u16 {
         balancer.server_for_connection(connection.identity)
     }
 }
@@ -116,34 +116,34 @@ impl ReferenceNetwork<StatelessHashing> for BucketNetwork {
 /// Network model with daisy chaining, in which a bucket's current server passes unknown packets to the previous one.
 #[derive(Default)]
 struct DaisyChainingNetwork {
-    current_servers: Vec<u16>,
-    previous_servers: Vec<u16>,
+    current_server_by_bucket: Vec<u16>,
+    previous_server_by_bucket: Vec<u16>,
 }
 
-impl ReferenceNetwork<Beamer> for DaisyChainingNetwork {
-    fn update_tables(&mut self, balancer: &Beamer, _: &Cluster) {
-        let table = balancer.table();
-        if self.current_servers.is_empty() {
-            self.current_servers = vec![u16::MAX; table.len()];
-            self.previous_servers = self.current_servers.clone();
+impl ReferenceNetwork<BeamerBalancers> for DaisyChainingNetwork {
+    fn update_tables(&mut self, balancer: &BeamerBalancers, _: &Cluster) {
+        let table = balancer.bucket_table();
+        if self.current_server_by_bucket.is_empty() {
+            self.current_server_by_bucket = vec![u16::MAX; table.len()];
+            self.previous_server_by_bucket = self.current_server_by_bucket.clone();
         }
         for bucket in 0..table.len() {
-            if self.current_servers[bucket] != table.current_server(bucket) {
-                self.previous_servers[bucket] =
-                    std::mem::replace(&mut self.current_servers[bucket], table.current_server(bucket));
+            if self.current_server_by_bucket[bucket] != table.current_server(bucket) {
+                self.previous_server_by_bucket[bucket] =
+                    std::mem::replace(&mut self.current_server_by_bucket[bucket], table.current_server(bucket));
             }
         }
     }
 
-    fn begin_connection(&mut self, _: &Connection, _: &Cluster) {}
+    fn begin_connection(&mut self, _: &OpenConnection, _: &Cluster) {}
 
-    fn send_packet(&mut self, connection: &Connection, balancer: &Beamer, _: &Cluster) -> u16 {
-        let bucket = balancer.table().bucket_of_connection(connection.identity);
+    fn send_packet(&mut self, connection: &OpenConnection, balancer: &BeamerBalancers, _: &Cluster) -> u16 {
+        let bucket = balancer.bucket_table().bucket_of_connection(connection.identity);
         let has_connection = |server: u16| server == connection.server;
-        if has_connection(self.current_servers[bucket]) {
-            self.current_servers[bucket]
+        if has_connection(self.current_server_by_bucket[bucket]) {
+            self.current_server_by_bucket[bucket]
         } else {
-            self.previous_servers[bucket]
+            self.previous_server_by_bucket[bucket]
         }
     }
 }
@@ -160,12 +160,12 @@ impl ReferenceNetwork<StatefulHashing> for ConnectionTableNetwork {
         self.tables.retain(|load_balancer, _| running_load_balancers.contains(load_balancer));
     }
 
-    fn begin_connection(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn begin_connection(&mut self, connection: &OpenConnection, cluster: &Cluster) {
         let load_balancer = cluster.select_load_balancer(connection.identity);
         self.tables.entry(load_balancer).or_default().insert(connection.identity, connection.server);
     }
 
-    fn send_packet(&mut self, connection: &Connection, balancer: &StatefulHashing, cluster: &Cluster) -> u16 {
+    fn send_packet(&mut self, connection: &OpenConnection, balancer: &StatefulHashing, cluster: &Cluster) -> u16 {
         let table = self.tables.entry(cluster.select_load_balancer(connection.identity)).or_default();
         *table.entry(connection.identity).or_insert_with(|| balancer.server_for_connection(connection.identity))
     }
@@ -179,19 +179,19 @@ struct TagTableNetwork {
     tag_by_connection: BTreeMap<u64, u32>,
 }
 
-impl ReferenceNetwork<SmallCookies> for TagTableNetwork {
-    fn update_tables(&mut self, balancer: &SmallCookies, _: &Cluster) {
+impl ReferenceNetwork<SmallCookieBalancers> for TagTableNetwork {
+    fn update_tables(&mut self, balancer: &SmallCookieBalancers, _: &Cluster) {
         self.configuration_number_by_tag.insert(
             balancer.current_configuration_number() % balancer.tag_count(),
             balancer.current_configuration_number(),
         );
     }
 
-    fn begin_connection(&mut self, connection: &Connection, _: &Cluster) {
+    fn begin_connection(&mut self, connection: &OpenConnection, _: &Cluster) {
         self.tag_by_connection.insert(connection.identity, connection.stored_state as u32);
     }
 
-    fn send_packet(&mut self, connection: &Connection, balancer: &SmallCookies, _: &Cluster) -> u16 {
+    fn send_packet(&mut self, connection: &OpenConnection, balancer: &SmallCookieBalancers, _: &Cluster) -> u16 {
         let (identity, index) = (connection.identity, (connection.stored_state >> 32) as u32);
         let tag = self.tag_by_connection.get_mut(&identity).unwrap();
         let reached_server =
@@ -208,12 +208,12 @@ impl ReferenceNetwork<SmallCookies> for TagTableNetwork {
 /// Network model in which every packet carries the id of its server.
 struct CookieNetwork;
 
-impl ReferenceNetwork<Cheetah> for CookieNetwork {
-    fn update_tables(&mut self, _: &Cheetah, _: &Cluster) {}
+impl ReferenceNetwork<CheetahBalancers> for CookieNetwork {
+    fn update_tables(&mut self, _: &CheetahBalancers, _: &Cluster) {}
 
-    fn begin_connection(&mut self, _: &Connection, _: &Cluster) {}
+    fn begin_connection(&mut self, _: &OpenConnection, _: &Cluster) {}
 
-    fn send_packet(&mut self, connection: &Connection, balancer: &Cheetah, _: &Cluster) -> u16 {
+    fn send_packet(&mut self, connection: &OpenConnection, balancer: &CheetahBalancers, _: &Cluster) -> u16 {
         match balancer.decoded_cookie(connection) {
             Cookie::Server(server) => server.get(),
             Cookie::TableIndex(_) => panic!("the cookie of a stateless load balancer has an id"),
@@ -222,26 +222,26 @@ impl ReferenceNetwork<Cheetah> for CookieNetwork {
 }
 
 /// Returns the configuration of a small cluster whose servers and load balancers change frequently.
-fn churning_cluster_config(servers: usize, load_balancers: usize) -> Config {
-    Config {
+fn churning_cluster_config(servers: usize, load_balancers: usize) -> PccSimulationConfig {
+    PccSimulationConfig {
         servers,
         arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 60.0 },
         updates: ClusterUpdates::PerMinute { servers: 60.0, load_balancers: 30.0 },
-        minutes: 1.0,
+        measured_minutes: 1.0,
         load_balancers,
         buckets_per_server: 4,
         records_per_second_counts: true,
-        ..Config::default()
+        ..PccSimulationConfig::default()
     }
 }
 
-fn check_against_reference<B: Balancer, N: ReferenceNetwork<B>>(
-    config: &Config,
+fn check_against_reference<B: LoadBalancerSet, N: ReferenceNetwork<B>>(
+    config: &PccSimulationConfig,
     seed: u64,
     balancer: B,
     network: N,
-) -> SeedResult {
-    let outcome = simulate(config, &ConnectionMix::web_server(), seed, CheckedBalancer::new(balancer, network));
+) -> PccSeedResult {
+    let outcome = simulate(config, &ConnectionMix::for_web_server(), seed, CheckedBalancer::new(balancer, network));
     assert!(outcome.ended_connections > 50 && outcome.update_count > 30, "{outcome:?}");
     let completed_connections: u64 = outcome.per_second_counts.iter().map(|second| second.completed_connections).sum();
     assert_eq!(completed_connections, outcome.ended_connections - outcome.broken_connections);
@@ -255,7 +255,7 @@ proptest! {
     fn bucket_table_breaks_equal_the_reference_model(seed: u64, servers in 2usize..12, layout in 0usize..3) {
         let config = churning_cluster_config(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
-        let run = check_against_reference(&config, seed, StatelessHashing::new(layout, &config), BucketNetwork);
+        let run = check_against_reference(&config, seed, StatelessHashing::new(layout, &config), BucketHashingNetwork);
         prop_assert!(run.broken_connections > 0);
     }
 
@@ -265,8 +265,9 @@ proptest! {
     ) {
         let config = churning_cluster_config(servers, 2);
         let suspends_from = 20_000_000_000;
-        let threshold_control = threshold.map(|threshold| ThresholdControl { threshold, suspends_from });
-        let beamer = Beamer::new(threshold_control, &config, seed);
+        let threshold_control =
+            threshold.map(|allowed_load_excess| SuspensionThresholdControl { allowed_load_excess, suspends_from });
+        let beamer = BeamerBalancers::new(threshold_control, &config, seed);
         check_against_reference(&config, seed, beamer, DaisyChainingNetwork::default());
     }
 
@@ -288,8 +289,9 @@ proptest! {
     ) {
         let config = churning_cluster_config(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
-        let (fields, mix) = (CookieFields { tag_bits, renews_tags, index_bits }, ConnectionMix::web_server());
-        let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest_duration());
+        let (fields, mix) = (SmallCookieFields { tag_bits, renews_tags, index_bits }, ConnectionMix::for_web_server());
+        let cookies =
+            SmallCookieBalancers::new(fields, layout, &config, total_server_count(&config), mix.longest_duration());
         check_against_reference(&config, seed, cookies, TagTableNetwork::default());
     }
 
@@ -297,22 +299,24 @@ proptest! {
     fn cookie_breaks_equal_the_reference_model(
         seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::policy_names())
     ) {
-        let config = Config { cores_per_server: 3, report_interval_ms: 500, ..churning_cluster_config(servers, 3) };
-        let run = check_against_reference(&config, seed, Cheetah::new(policy, &config, server_count(&config), seed),
+        let config =
+            PccSimulationConfig { cores_per_server: 3, report_interval_ms: 500, ..churning_cluster_config(servers, 3) };
+        let balancers = CheetahBalancers::new(policy, &config, total_server_count(&config), seed);
+        let run = check_against_reference(&config, seed, balancers,
             CookieNetwork);
         prop_assert_eq!(run.broken_connections, 0);
     }
 }
 
 /// Balancer that checks whether the named policy, `least` or `pow2`, uses current connection counts.
-struct CheckedCheetah(Cheetah, &'static str);
+struct CheckedCheetahBalancers(CheetahBalancers, &'static str);
 
-impl Balancer for CheckedCheetah {
+impl LoadBalancerSet for CheckedCheetahBalancers {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let placement = self.0.place_connection(identity, cluster);
         let (server_connections, min_connections) = (
             cluster.open_connection_count(placement.server),
-            cluster.members().iter().map(|member| cluster.open_connection_count(*member)).min(),
+            cluster.pool_members().iter().map(|member| cluster.open_connection_count(*member)).min(),
         );
         if self.1 == "least" {
             assert_eq!(Some(server_connections), min_connections);
@@ -327,11 +331,11 @@ impl Balancer for CheckedCheetah {
         placement
     }
 
-    fn on_connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_opened(&mut self, connection: &OpenConnection, cluster: &Cluster) {
         self.0.on_connection_opened(connection, cluster);
     }
 
-    fn on_connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn on_connection_closed(&mut self, connection: &OpenConnection, cluster: &Cluster) {
         self.0.on_connection_closed(connection, cluster);
     }
 
@@ -340,7 +344,7 @@ impl Balancer for CheckedCheetah {
         assert!(!self.0.uses_reports());
     }
 
-    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds> {
         self.0.first_break_time(connection, cluster)
     }
 }
@@ -348,13 +352,14 @@ impl Balancer for CheckedCheetah {
 /// Checks that the policies use current connection counts if the configuration makes them available.
 #[test]
 fn least_and_pow2_policies_use_current_connection_counts() {
-    let config = Config {
+    let config = PccSimulationConfig {
         arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 },
         ..churning_cluster_config(40, 2)
     };
     for policy in ["least", "pow2"] {
-        let balancer = CheckedCheetah(Cheetah::new(policy, &config, server_count(&config), 1), policy);
-        let run = simulate(&config, &ConnectionMix::web_server(), 1, balancer);
+        let balancer =
+            CheckedCheetahBalancers(CheetahBalancers::new(policy, &config, total_server_count(&config), 1), policy);
+        let run = simulate(&config, &ConnectionMix::for_web_server(), 1, balancer);
         assert!(run.ended_connections > 2_000 && run.broken_connections == 0);
     }
 }

@@ -5,7 +5,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::clock::{Nanoseconds, from_seconds};
 use super::cluster::{Cluster, ClusterChange};
-use crate::random::{exponential, uniform_unit};
+use crate::random::{draw_exponential, draw_uniform_unit};
 
 /// Random stream of [`seeded_rng`] for the changes of servers and load balancers.
 const RNG_STREAM_CHANGES: u64 = 201;
@@ -25,13 +25,13 @@ pub enum ClusterUpdates {
 }
 
 /// Returns the largest allowed difference between the actual and the nominal number of servers or load balancers.
-pub fn max_deviation(nominal: usize) -> usize {
+pub fn max_size_deviation(nominal: usize) -> usize {
     (nominal / 10).max(1)
 }
 
 /// Schedule of one simulation's changes.
 #[derive(Debug)]
-pub struct ChangeSchedule {
+pub struct ClusterChangeSchedule {
     updates: ClusterUpdates,
     rng: Xoshiro256PlusPlus,
     next_change_at: Option<Nanoseconds>,
@@ -41,10 +41,10 @@ pub struct ChangeSchedule {
     warm_up_duration: Nanoseconds,
 }
 
-impl ChangeSchedule {
+impl ClusterChangeSchedule {
     /// Creates the schedule for a cluster that starts with its nominal size.
     pub fn new(updates: &ClusterUpdates, cluster: &Cluster, warm_up_duration: Nanoseconds, seed: u64) -> Self {
-        let nominal_server_and_lb_counts = (cluster.members().len(), cluster.load_balancers().len());
+        let nominal_server_and_lb_counts = (cluster.pool_members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
         let mut schedule = Self {
             updates: updates.clone(),
@@ -69,7 +69,8 @@ impl ChangeSchedule {
             ClusterUpdates::Scheduled(changes) => changes[self.next_scheduled_index].1,
             ClusterUpdates::PerMinute { servers, load_balancers } => {
                 let total_rate = servers + load_balancers;
-                let changes_servers = load_balancers == &0.0 || uniform_unit(&mut self.rng) * total_rate < *servers;
+                let changes_servers =
+                    load_balancers == &0.0 || draw_uniform_unit(&mut self.rng) * total_rate < *servers;
                 let is_addition = uniform_below(&mut self.rng, 2) == 1;
                 change_within_bounds(changes_servers, is_addition, cluster, self.nominal_server_and_lb_counts)
             }
@@ -86,7 +87,7 @@ impl ChangeSchedule {
             }
             ClusterUpdates::PerMinute { servers, load_balancers } => {
                 let changes_per_second = (servers + load_balancers) / 60.0;
-                let unit_gap = exponential(&mut self.rng);
+                let unit_gap = draw_exponential(&mut self.rng);
                 (changes_per_second > 0.0).then(|| now + from_seconds(unit_gap / changes_per_second))
             }
         };
@@ -100,12 +101,12 @@ fn change_within_bounds(
     nominal_counts: (usize, usize),
 ) -> ClusterChange {
     let (count, nominal) = if changes_servers {
-        (cluster.members().len(), nominal_counts.0)
+        (cluster.pool_members().len(), nominal_counts.0)
     } else {
         (cluster.load_balancers().len(), nominal_counts.1)
     };
-    let min_count = nominal.saturating_sub(max_deviation(nominal)).max(1);
-    let is_addition = (is_addition || count <= min_count) && count < nominal + max_deviation(nominal);
+    let min_count = nominal.saturating_sub(max_size_deviation(nominal)).max(1);
+    let is_addition = (is_addition || count <= min_count) && count < nominal + max_size_deviation(nominal);
     match (changes_servers, is_addition) {
         (true, true) => ClusterChange::AddServer,
         (true, false) => ClusterChange::RemoveServer,
@@ -120,9 +121,9 @@ mod tests {
 
     #[test]
     fn random_changes_have_configured_rate_and_keep_cluster_size() {
-        let mut cluster = Cluster::new(40, max_deviation(40), 4, 0);
+        let mut cluster = Cluster::new(40, max_size_deviation(40), 4, 0);
         let updates = ClusterUpdates::PerMinute { servers: 60.0, load_balancers: 20.0 };
-        let mut schedule = ChangeSchedule::new(&updates, &cluster, 0, 1);
+        let mut schedule = ClusterChangeSchedule::new(&updates, &cluster, 0, 1);
         let (mut server_changes, mut load_balancer_changes) = (0, 0);
         while schedule.next_change_at().unwrap() < from_seconds(6_000.0) {
             cluster.advance_to(schedule.next_change_at().unwrap());
@@ -131,7 +132,9 @@ mod tests {
                 Some(_) => load_balancer_changes += 1,
                 None => panic!("a random change can be made"),
             }
-            assert!((36..=44).contains(&cluster.members().len()) && (3..=5).contains(&cluster.load_balancers().len()));
+            assert!(
+                (36..=44).contains(&cluster.pool_members().len()) && (3..=5).contains(&cluster.load_balancers().len())
+            );
         }
         // The expected counts are 6,000 and 2,000, with standard deviations of 77 and 45.
         assert!((5_700..6_300).contains(&server_changes), "{server_changes}");
@@ -146,7 +149,7 @@ mod tests {
             (1.0, ClusterChange::AddServer),
             (2.5, ClusterChange::RemoveServer),
         ]);
-        let mut schedule = ChangeSchedule::new(&updates, &cluster, from_seconds(10.0), 1);
+        let mut schedule = ClusterChangeSchedule::new(&updates, &cluster, from_seconds(10.0), 1);
         assert_eq!(schedule.next_change_at(), Some(11_000_000_000));
         assert_eq!(schedule.apply_next_change(&mut cluster), Some(ClusterChange::AddServer));
         assert_eq!(schedule.apply_next_change(&mut cluster), None);

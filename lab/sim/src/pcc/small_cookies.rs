@@ -14,17 +14,17 @@ use std::collections::VecDeque;
 use coreward_model::ServerId;
 use coreward_model::placement::mix_hash;
 
-use super::balancer::{Balancer, PlacedConnection};
+use super::balancer::{LoadBalancerSet, PlacedConnection};
 use super::buckets::hash_to_bucket;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, server_id};
-use super::connections::Connection;
+use super::connections::OpenConnection;
 use super::method::HashLayout;
-use super::{Config, LoadInfo};
+use super::{LoadInfo, PccSimulationConfig};
 
 /// Sizes of a cookie's fields, and whether its tag is renewed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CookieFields {
+pub struct SmallCookieFields {
     /// Number of bits in the tag, for 2^bits stored configurations. With 0, only the current configuration is used.
     pub tag_bits: u8,
     /// Whether the tags of open connections are replaced by newer ones.
@@ -40,14 +40,14 @@ struct PoolConfiguration {
     applies_from: Nanoseconds,
     /// Server of each bucket. The sequence repeats, because the layout `hash` is periodic and therefore needs no large
     /// table.
-    servers: Vec<u16>,
+    server_by_bucket: Vec<u16>,
 }
 
 /// Load balancers with one table of buckets per configuration. The state stored for a connection is the number of its
 /// first configuration, with the hash index in the upper 32 bits.
 #[derive(Debug)]
-pub struct SmallCookies {
-    cookie_fields: CookieFields,
+pub struct SmallCookieBalancers {
+    cookie_fields: SmallCookieFields,
     layout: HashLayout,
     bucket_count: usize,
     /// Configurations that open connections may still use. The current one is last.
@@ -59,12 +59,12 @@ pub struct SmallCookies {
     reported_connection_counts: Option<Vec<u32>>,
 }
 
-impl SmallCookies {
+impl SmallCookieBalancers {
     /// Creates load balancers for the configured cluster. No connection is longer than `longest_duration`.
     pub fn new(
-        cookie_fields: CookieFields,
+        cookie_fields: SmallCookieFields,
         layout: HashLayout,
-        config: &Config,
+        config: &PccSimulationConfig,
         servers: usize,
         longest_duration: Nanoseconds,
     ) -> Self {
@@ -97,15 +97,15 @@ impl SmallCookies {
     /// Returns the server that hash function `index` selects for a connection, in a stored configuration.
     pub fn select_server(&self, configuration_number: u32, identity: u64, index: u32) -> u16 {
         let hash = if index == 0 { identity } else { mix_hash(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
-        let servers = &self.configuration(configuration_number).servers;
+        let servers = &self.stored_configuration(configuration_number).server_by_bucket;
         servers[hash_to_bucket(hash, self.bucket_count) % servers.len()]
     }
 
-    fn configuration(&self, configuration_number: u32) -> &PoolConfiguration {
+    fn stored_configuration(&self, configuration_number: u32) -> &PoolConfiguration {
         &self.configurations[(configuration_number - self.oldest_configuration_number) as usize]
     }
 
-    fn connection_count(&self, server: u16, cluster: &Cluster) -> u32 {
+    fn known_connection_count(&self, server: u16, cluster: &Cluster) -> u32 {
         self.reported_connection_counts.as_ref().map_or_else(
             || cluster.open_connection_count(server),
             |reported_connections| reported_connections[usize::from(server)],
@@ -114,7 +114,7 @@ impl SmallCookies {
 
     /// Returns the connection's tag in configuration `number`, or `None` if its tag no longer leads to its server.
     /// `previous_tag` is its tag in the configuration before.
-    fn surviving_tag(&self, connection: &Connection, previous_tag: u32, number: u32) -> Option<u32> {
+    fn surviving_tag(&self, connection: &OpenConnection, previous_tag: u32, number: u32) -> Option<u32> {
         let index = (connection.stored_state >> 32) as u32;
         let has_same_server = self.select_server(number, connection.identity, index) == connection.server;
         let is_tag_reused = (number - previous_tag).is_multiple_of(self.tag_count());
@@ -126,12 +126,12 @@ impl SmallCookies {
     }
 }
 
-impl Balancer for SmallCookies {
+impl LoadBalancerSet for SmallCookieBalancers {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let current_configuration_number = self.current_configuration_number();
         let candidates = (0..1u32 << self.cookie_fields.index_bits)
             .map(|index| (index, self.select_server(current_configuration_number, identity, index)));
-        let least_loaded_candidate = candidates.min_by_key(|(_, server)| self.connection_count(*server, cluster));
+        let least_loaded_candidate = candidates.min_by_key(|(_, server)| self.known_connection_count(*server, cluster));
         let (index, server) = least_loaded_candidate.expect("there is at least one hash function");
         PlacedConnection {
             server,
@@ -141,11 +141,11 @@ impl Balancer for SmallCookies {
     }
 
     fn on_servers_changed(&mut self, cluster: &Cluster) {
-        let ids: Vec<ServerId> = cluster.members().iter().copied().map(server_id).collect();
+        let ids: Vec<ServerId> = cluster.pool_members().iter().copied().map(server_id).collect();
         let table_size = if self.layout == HashLayout::Striped { ids.len() } else { self.bucket_count };
         let server_indices = self.layout.server_indices(&ids, table_size);
-        let servers = server_indices.into_iter().map(|position| cluster.members()[position]).collect();
-        self.configurations.push_back(PoolConfiguration { applies_from: cluster.now, servers });
+        let servers = server_indices.into_iter().map(|position| cluster.pool_members()[position]).collect();
+        self.configurations.push_back(PoolConfiguration { applies_from: cluster.now, server_by_bucket: servers });
         // A configuration is stored until the last connection that began in it must have ended.
         while self
             .configurations
@@ -170,12 +170,12 @@ impl Balancer for SmallCookies {
         }
     }
 
-    fn first_break_time(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &OpenConnection, _cluster: &Cluster) -> Option<Nanoseconds> {
         let mut last_tag = connection.stored_state as u32;
         for number in last_tag + 1..=self.current_configuration_number() {
             match self.surviving_tag(connection, last_tag, number) {
                 Some(tag) => last_tag = tag,
-                None => return Some(self.configuration(number).applies_from),
+                None => return Some(self.stored_configuration(number).applies_from),
             }
         }
         None
@@ -187,14 +187,14 @@ mod tests {
     use super::*;
     use crate::pcc::{ArrivalProcess, ClusterUpdates, run};
 
-    fn run_methods(methods: &[&str], updates_per_minute: f64) -> Vec<crate::pcc::MethodOutcome> {
-        let config = Config {
+    fn simulate_methods(methods: &[&str], updates_per_minute: f64) -> Vec<crate::pcc::MethodOutcome> {
+        let config = PccSimulationConfig {
             servers: 40,
             arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 },
             updates: ClusterUpdates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
             methods: methods.iter().map(|name| name.parse().unwrap()).collect(),
             seed_count: 1,
-            ..Config::default()
+            ..PccSimulationConfig::default()
         };
         run(&config).unwrap().methods
     }
@@ -202,7 +202,7 @@ mod tests {
     #[test]
     fn cookie_without_bits_has_same_results_as_hashing() {
         for (cookie_method, layout) in [("history-tag:0", "hash"), ("hash-index:0:maglev", "maglev")] {
-            let [cookie_outcome, hashing_outcome] = &run_methods(&[cookie_method, layout], 40.0)[..] else {
+            let [cookie_outcome, hashing_outcome] = &simulate_methods(&[cookie_method, layout], 40.0)[..] else {
                 panic!("two methods")
             };
             assert_eq!(cookie_outcome.runs, hashing_outcome.runs);
@@ -215,7 +215,7 @@ mod tests {
         // At 20 changes per minute, 150 s have 50 changes, or 86 with 5 standard deviations. Tags of 7 bits outlast
         // every connection.
         let methods = ["history-tag:0", "history-tag:2", "history-tag:4", "history-tag:7", "history-tag-kept:7"];
-        let method_outcomes = run_methods(&methods, 20.0);
+        let method_outcomes = simulate_methods(&methods, 20.0);
         let [none, two, four, seven, kept] = [0, 1, 2, 3, 4].map(|method| method_outcomes[method].broken_pct.median);
         assert!(none > 1.3 * two && two > 1.3 * four && four > 0.0, "{none} {two} {four}");
         assert_eq!((seven, kept), (0.0, 0.0));
@@ -223,10 +223,10 @@ mod tests {
 
     #[test]
     fn one_index_bit_balances_like_power_of_two_choices() {
-        let method_outcomes = run_methods(&["hash", "hash-index:1", "cheetah:pow2"], 0.0);
+        let method_outcomes = simulate_methods(&["hash", "hash-index:1", "cheetah:pow2"], 0.0);
         let [hash, index, pow2] = [0, 1, 2].map(|method| method_outcomes[method].imbalance.median - 1.0);
         assert!((index / pow2 - 1.0).abs() < 0.3 && index < hash / 3.0, "{hash} {index} {pow2}");
-        let [index, tagged] = &run_methods(&["hash-index:1", "hash-index:1+7"], 20.0)[..] else {
+        let [index, tagged] = &simulate_methods(&["hash-index:1", "hash-index:1+7"], 20.0)[..] else {
             panic!("two methods")
         };
         assert!(index.broken_pct.median > 1.0);

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use coreward_model::dispatch::ClassBounds;
+use coreward_model::dispatch::OutstandingBoundsByClass;
 
 use crate::names::UnknownName;
 
@@ -12,27 +12,27 @@ use crate::names::UnknownName;
 pub struct ClassBoundOptions {
     /// Number of cores that are reserved for the shortest class, beginning with core 0 (option `reserved`).
     pub reserved_cores: u16,
-    /// Number of outstanding requests at a core from which the dispatcher prefers other cores (option `bound`).
-    pub bound: u16,
+    /// Number of outstanding requests at a core from which the dispatcher prefers other cores (option `request_bound`).
+    pub request_bound: u16,
     /// Number of outstanding requests below which a reserved core also takes other classes (option `reserved-bound`).
     pub reserved_bound: u16,
 }
 
 impl Default for ClassBoundOptions {
     fn default() -> Self {
-        Self { reserved_cores: 1, bound: 4, reserved_bound: 0 }
+        Self { reserved_cores: 1, request_bound: 4, reserved_bound: 0 }
     }
 }
 
-const OPTION_SYNTAX: [&str; 3] = ["reserved=N", "bound=N", "reserved-bound=N"];
+const CLASS_BOUND_OPTION_SYNTAX: [&str; 3] = ["reserved=N", "bound=N", "reserved-bound=N"];
 
 impl ClassBoundOptions {
-    pub fn class_bounds(&self, cores: u16, classes: u8) -> ClassBounds {
-        ClassBounds::with_reserved_cores(
+    pub fn to_class_bounds(&self, cores: u16, classes: u8) -> OutstandingBoundsByClass {
+        OutstandingBoundsByClass::with_reserved_cores(
             cores,
             classes,
             self.reserved_cores,
-            self.bound.into(),
+            self.request_bound.into(),
             self.reserved_bound.into(),
         )
     }
@@ -52,9 +52,9 @@ impl FromStr for ClassBoundOptions {
             };
             match name {
                 "reserved" => options.reserved_cores = parse_number(0)?,
-                "bound" => options.bound = parse_number(1)?,
+                "bound" => options.request_bound = parse_number(1)?,
                 "reserved-bound" => options.reserved_bound = parse_number(0)?,
-                _ => return Err(UnknownName::new("option", name, OPTION_SYNTAX).to_string()),
+                _ => return Err(UnknownName::new("option", name, CLASS_BOUND_OPTION_SYNTAX).to_string()),
             }
         }
         Ok(options)
@@ -67,7 +67,7 @@ impl fmt::Display for ClassBoundOptions {
         let default = Self::default();
         let options = [
             ("reserved", self.reserved_cores, default.reserved_cores),
-            ("bound", self.bound, default.bound),
+            ("bound", self.request_bound, default.request_bound),
             ("reserved-bound", self.reserved_bound, default.reserved_bound),
         ];
         let changed_options = options.iter().filter(|(_, value, default)| value != default);
@@ -82,12 +82,12 @@ mod tests {
 
     #[test]
     fn invalid_class_bounds_are_rejected() {
-        let parse_error = |text: &str| text.parse::<ClassBoundOptions>().unwrap_err();
-        assert_eq!(parse_error("bound=0"), "bound \"0\": expected a number from 1 to 65535");
-        assert!(parse_error("reserve=1").contains("reserved"), "{}", parse_error("reserve=1"));
+        let expect_parse_error = |text: &str| text.parse::<ClassBoundOptions>().unwrap_err();
+        assert_eq!(expect_parse_error("bound=0"), "bound \"0\": expected a number from 1 to 65535");
+        assert!(expect_parse_error("reserve=1").contains("reserved"), "{}", expect_parse_error("reserve=1"));
         let options: ClassBoundOptions = "reserved=2,reserved-bound=1".parse().unwrap();
         assert_eq!(
-            (options.class_bounds(4, 2).bounds_for_class(0), options.class_bounds(4, 2).bounds_for_class(1)),
+            (options.to_class_bounds(4, 2).bounds_for_class(0), options.to_class_bounds(4, 2).bounds_for_class(1)),
             (&[4; 4][..], &[1, 1, 4, 4][..])
         );
         assert_eq!(options.to_string(), "reserved=2,reserved-bound=1");

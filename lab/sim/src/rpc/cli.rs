@@ -6,18 +6,18 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::{
-    ClassLatency, Config, LatencySummary, Outcome, PeakConfig, PeakLoadEstimate, Policy, ServiceTimeDistribution,
-    SloMetric, SloUnit, WindowLatency, find_peak_load, run,
+    ClassLatency, CoreSelectionPolicy, LatencySummary, PeakLoadEstimate, PeakLoadSearchConfig, RpcSimulationConfig,
+    RpcSimulationOutcome, ServiceTimeDistribution, SloMetric, SloUnit, WindowLatency, find_peak_load, run,
 };
-use crate::output::{Format, Printable};
+use crate::output::{PrintableResult, ResultFormat};
 
 /// Common arguments of `rpc` and `capacity`.
 #[derive(Debug, clap::Args)]
-struct ServerArgs {
+struct SimulatedServerArgs {
     /// Policy that assigns requests to cores: cfcfs, random, rr, jsq, jlq, jbsq:N, jbsrq[:OPTION=VALUE,...], rss,
     /// rss-rebalanced:T, work-stealing[:COST], ps, dfcfs:X,Y
     #[arg(long)]
-    policy: Policy,
+    policy: CoreSelectionPolicy,
     /// Number of cores of the server
     #[arg(long, default_value_t = 16)]
     cores: u16,
@@ -38,21 +38,21 @@ struct ServerArgs {
     #[arg(long, default_value_t = 0.0, requires = "connections")]
     skew: f64,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    format: Format,
+    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
+    format: ResultFormat,
 }
 
-impl ServerArgs {
-    fn to_config(&self) -> Config {
-        Config {
+impl SimulatedServerArgs {
+    fn to_config(&self) -> RpcSimulationConfig {
+        RpcSimulationConfig {
             policy: self.policy.clone(),
             cores: self.cores,
             service: self.service.clone(),
             interface_latency: self.latency,
             request_count: self.requests,
             connection_count: self.connections,
-            skew: self.skew,
-            ..Config::default()
+            connection_skew: self.skew,
+            ..RpcSimulationConfig::default()
         }
     }
 }
@@ -61,7 +61,7 @@ impl ServerArgs {
 #[derive(Debug, clap::Args)]
 pub struct RpcArgs {
     #[command(flatten)]
-    server: ServerArgs,
+    server: SimulatedServerArgs,
     /// Offered load as a fraction of what the cores could serve
     #[arg(long, default_value_t = 0.8)]
     load: f64,
@@ -78,9 +78,9 @@ pub struct RpcArgs {
 
 /// Arguments of `coreward-lab sim capacity`.
 #[derive(Debug, clap::Args)]
-pub struct PeakArgs {
+pub struct PeakLoadArgs {
     #[command(flatten)]
-    server: ServerArgs,
+    server: SimulatedServerArgs,
     /// Limit of the 99th percentile, as a multiple of the service time
     #[arg(long, default_value_t = 30.0)]
     slo: f64,
@@ -99,7 +99,7 @@ pub struct PeakArgs {
 }
 
 #[derive(Debug, Serialize)]
-struct RpcResult {
+struct RpcSimulationResult {
     all: LatencySummary,
     classes: Vec<ClassLatency>,
     requests: u64,
@@ -109,10 +109,10 @@ struct RpcResult {
     events_per_second: f64,
 }
 
-impl RpcResult {
+impl RpcSimulationResult {
     /// Returns the printable result of a simulation that took `seconds`.
-    fn new(outcome: Outcome, seconds: f64) -> Self {
-        let Outcome { all, classes, requests, dropped_pct, windows } = outcome;
+    fn new(outcome: RpcSimulationOutcome, seconds: f64) -> Self {
+        let RpcSimulationOutcome { all, classes, requests, dropped_pct, windows } = outcome;
         Self { all, classes, requests, dropped_pct, windows, events_per_second: requests as f64 / seconds }
     }
 }
@@ -120,8 +120,8 @@ impl RpcResult {
 impl RpcArgs {
     /// Runs the simulation and returns its result as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
-        let config = Config {
-            load: self.load,
+        let config = RpcSimulationConfig {
+            offered_load: self.load,
             seed: self.seed,
             queue_limit: self.queue,
             window_length: self.window,
@@ -129,19 +129,19 @@ impl RpcArgs {
         };
         let start = Instant::now();
         let outcome = run(&config)?;
-        let result = RpcResult::new(outcome, start.elapsed().as_secs_f64());
+        let result = RpcSimulationResult::new(outcome, start.elapsed().as_secs_f64());
         Ok(result.render(self.server.format))
     }
 }
 
-impl PeakArgs {
+impl PeakLoadArgs {
     /// Searches for the peak load and returns the estimate as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
-        let estimate = find_peak_load(&PeakConfig {
+        let estimate = find_peak_load(&PeakLoadSearchConfig {
             config: self.server.to_config(),
-            slo: self.slo,
+            slo_multiple: self.slo,
             seeds: 1..=self.seeds,
-            steps: self.steps,
+            bisection_steps: self.steps,
             slo_metric: self.measure,
             slo_unit: self.slo_unit,
         })?;
@@ -149,32 +149,31 @@ impl PeakArgs {
     }
 }
 
-impl Printable for RpcResult {
-    fn columns(&self) -> Vec<&'static str> {
+impl PrintableResult for RpcSimulationResult {
+    fn column_titles(&self) -> Vec<&'static str> {
         vec!["requests", "service", "mean", "p50", "p90", "p99", "p99.9"]
     }
 
-    fn rows(&self) -> Vec<Vec<String>> {
-        let latency_row = |row_label: String, service: String, quantiles: &LatencySummary| {
+    fn table_rows(&self) -> Vec<Vec<String>> {
+        let format_latency_row = |row_label: String, service: String, quantiles: &LatencySummary| {
             let LatencySummary { mean, p50, p90, p99, p999 } = *quantiles;
             let latencies = [mean, p50, p90, p99, p999].map(|latency| format!("{latency:.4}"));
             [row_label, service].into_iter().chain(latencies).collect()
         };
-        let class_rows = self
-            .classes
-            .iter()
-            .map(|class| latency_row(format!("of {}", class.service), class.service.to_string(), &class.quantiles));
+        let class_rows = self.classes.iter().map(|class| {
+            format_latency_row(format!("of {}", class.service), class.service.to_string(), &class.quantiles)
+        });
         let window_rows = self
             .windows
             .iter()
-            .map(|window| latency_row(format!("from {}", window.from), String::new(), &window.quantiles));
-        std::iter::once(latency_row("all".to_owned(), String::new(), &self.all))
+            .map(|window| format_latency_row(format!("from {}", window.from), String::new(), &window.quantiles));
+        std::iter::once(format_latency_row("all".to_owned(), String::new(), &self.all))
             .chain(class_rows)
             .chain(window_rows)
             .collect()
     }
 
-    fn remarks(&self) -> Vec<String> {
+    fn table_remarks(&self) -> Vec<String> {
         let mut remarks = vec![
             "latency from the NIC in to the NIC out, in service times of the shortest class".to_owned(),
             format!("{} requests, {:.1} million per second", self.requests, self.events_per_second / 1e6),
@@ -186,16 +185,16 @@ impl Printable for RpcResult {
     }
 }
 
-impl Printable for PeakLoadEstimate {
-    fn columns(&self) -> Vec<&'static str> {
+impl PrintableResult for PeakLoadEstimate {
+    fn column_titles(&self) -> Vec<&'static str> {
         vec!["peak_load", "low", "high"]
     }
 
-    fn rows(&self) -> Vec<Vec<String>> {
+    fn table_rows(&self) -> Vec<Vec<String>> {
         vec![[self.peak_load, self.low, self.high].map(|load| format!("{load:.4}")).to_vec()]
     }
 
-    fn remarks(&self) -> Vec<String> {
+    fn table_remarks(&self) -> Vec<String> {
         vec!["load as a fraction of what the cores could serve; low to high: 95 % confidence".to_owned()]
     }
 }
@@ -206,15 +205,15 @@ mod tests {
 
     #[test]
     fn json_output_has_the_documented_fields() {
-        let outcome = run(&Config {
+        let outcome = run(&RpcSimulationConfig {
             service: "bimodal:0.1:5".parse().unwrap(),
             window_length: Some(1_000.0),
             request_count: 50_000,
-            ..Config::default()
+            ..RpcSimulationConfig::default()
         })
         .unwrap();
-        let result = RpcResult::new(outcome, 50_000.0);
-        let json: serde_json::Value = serde_json::from_str(&result.render(Format::Json)).unwrap();
+        let result = RpcSimulationResult::new(outcome, 50_000.0);
+        let json: serde_json::Value = serde_json::from_str(&result.render(ResultFormat::Json)).unwrap();
         for quantiles in [&json["all"], &json["classes"][0], &json["classes"][1], &json["windows"][0]] {
             for name in ["mean", "p50", "p90", "p99", "p999"] {
                 assert!(quantiles[name].as_f64().unwrap() > 0.0, "{name} in {quantiles}");
@@ -223,10 +222,10 @@ mod tests {
         assert_eq!(json["classes"][1]["service"], 5.0);
         assert_eq!(json["requests"], 50_000);
         assert_eq!(json["events_per_second"], 1.0);
-        let rows = result.rows();
-        assert!(rows.len() > 4 && rows.iter().all(|row| row.len() == result.columns().len()));
+        let rows = result.table_rows();
+        assert!(rows.len() > 4 && rows.iter().all(|row| row.len() == result.column_titles().len()));
         let peak = PeakLoadEstimate { peak_load: 0.5, low: 0.4, high: 0.6 };
-        let json: serde_json::Value = serde_json::from_str(&peak.render(Format::Json)).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&peak.render(ResultFormat::Json)).unwrap();
         assert_eq!(json, serde_json::json!({"peak_load": 0.5, "low": 0.4, "high": 0.6}));
     }
 }

@@ -5,19 +5,19 @@ use std::num::NonZeroU32;
 use coreward_model::dispatch::CoreAssignmentMode;
 
 use super::ticks::{TICKS_PER_UNIT, Tick};
-use super::{AllocatorLocation, JbsrqOptions, Policy, ServiceTimeDistribution};
+use super::{CoreAllocatorLocation, CoreSelectionPolicy, JbsrqOptions, ServiceTimeDistribution};
 
 /// Configuration of a server simulation. Times are in units of service time (see [`ServiceTimeDistribution`]).
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
-    pub policy: Policy,
+pub struct RpcSimulationConfig {
+    pub policy: CoreSelectionPolicy,
     /// Number of cores of the server, at least 1.
     pub cores: u16,
     pub service: ServiceTimeDistribution,
     /// One-way latency between NIC and cores.
     pub interface_latency: f64,
     /// Offered load as a fraction of the cores' total capacity.
-    pub load: f64,
+    pub offered_load: f64,
     /// Number of requests. The first tenth is the warm-up, which is not measured.
     pub request_count: u64,
     /// Seed of the random numbers. Equal seeds yield equal results.
@@ -26,25 +26,26 @@ pub struct Config {
     pub connection_count: Option<NonZeroU32>,
     /// Skew of the connections. The i-th most frequent has a share proportional to 1 / i^skew, so 0 makes all shares
     /// equal.
-    pub skew: f64,
+    pub connection_skew: f64,
     /// Maximum number of requests inside the server, above which requests are dropped, or `None` if unlimited.
     pub queue_limit: Option<u64>,
-    /// Duration of each window in [`Outcome::windows`](super::Outcome), in units of service time.
+    /// Duration of each window in [`RpcSimulationOutcome::windows`](super::RpcSimulationOutcome), in units of service
+    /// time.
     pub window_length: Option<f64>,
 }
 
-impl Default for Config {
+impl Default for RpcSimulationConfig {
     fn default() -> Self {
         Self {
-            policy: Policy::ShortestQueue,
+            policy: CoreSelectionPolicy::ShortestQueue,
             cores: 16,
             service: ServiceTimeDistribution::Exponential,
             interface_latency: 0.0,
-            load: 0.8,
+            offered_load: 0.8,
             request_count: 1_000_000,
             seed: 1,
             connection_count: None,
-            skew: 0.0,
+            connection_skew: 0.0,
             queue_limit: None,
             window_length: None,
         }
@@ -67,7 +68,7 @@ pub enum Error {
         load: f64,
         /// Highest load that the policy can sustain.
         capacity: f64,
-        policy: Policy,
+        policy: CoreSelectionPolicy,
     },
     #[error("latency {0}: expected a number from 0 to 1000000 service times")]
     InvalidLatency(f64),
@@ -85,15 +86,15 @@ pub enum Error {
     NothingMeasured,
     /// The policy's groups have more or fewer cores in total than the server.
     #[error("policy {policy}: its groups have {grouped_cores} cores, the server has {cores}")]
-    GroupCoreCountMismatch { policy: Policy, grouped_cores: u32, cores: u16 },
+    GroupCoreCountMismatch { policy: CoreSelectionPolicy, grouped_cores: u32, cores: u16 },
     /// Cores cannot be divided, because the number of services is not two or there are fewer than two cores.
     #[error(
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
     )]
-    NotTwoServices { policy: Policy, services: u8, cores: u16 },
+    NotTwoServices { policy: CoreSelectionPolicy, services: u8, cores: u16 },
     /// A core is reserved for the load monitor, although the policy never moves cores between services.
     #[error("policy {0}: allocator=core: expected assignment=dedicated or hybrid")]
-    NothingToAllocate(Policy),
+    NothingToAllocate(CoreSelectionPolicy),
     #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
     InvalidSlo(f64),
     #[error("no seeds: expected at least one")]
@@ -103,20 +104,22 @@ pub enum Error {
     InvalidStepCount(u32),
 }
 
-impl Config {
-    /// Returns the load below which queues are stable, which is at most [`Policy::capacity`]. Under RSS, the cores with
+impl RpcSimulationConfig {
+    /// Returns the load below which queues are stable, which is at most [`CoreSelectionPolicy::max_stable_load`]. Under RSS, the cores with
     /// the most buckets limit it, assuming that all buckets have equal load. Few or uneven connections can still
     /// overload a core.
-    pub fn capacity(&self, bucket_count: u32) -> f64 {
-        let policy_capacity = self.policy.capacity(self.service.mean(), self.interface_latency);
+    pub fn max_stable_load(&self, bucket_count: u32) -> f64 {
+        let policy_capacity = self.policy.max_stable_load(self.service.mean(), self.interface_latency);
         let cores = u32::from(self.cores);
         match self.policy {
-            Policy::Rss => {
+            CoreSelectionPolicy::Rss => {
                 policy_capacity.min(f64::from(bucket_count) / f64::from(cores * bucket_count.div_ceil(cores)))
             }
-            Policy::RssRebalancedEvery(_) => policy_capacity.min(f64::from(bucket_count) / f64::from(cores)),
-            Policy::RankedQueue(ref options) => {
-                policy_capacity * f64::from(options.worker_count(self.cores)) / f64::from(self.cores)
+            CoreSelectionPolicy::RssRebalancedEvery(_) => {
+                policy_capacity.min(f64::from(bucket_count) / f64::from(cores))
+            }
+            CoreSelectionPolicy::RankedQueue(ref options) => {
+                policy_capacity * f64::from(options.serving_core_count(self.cores)) / f64::from(self.cores)
             }
             _ => policy_capacity,
         }
@@ -125,9 +128,9 @@ impl Config {
     /// Checks that all values are in range, and that the policy can sustain the load.
     pub(crate) fn check_load_below_capacity(&self, bucket_count: u32) -> Result<(), Error> {
         self.check_ranges()?;
-        let capacity = self.capacity(bucket_count);
-        if self.queue_limit.is_none() && self.load >= capacity {
-            return Err(Error::Overload { load: self.load, capacity, policy: self.policy.clone() });
+        let capacity = self.max_stable_load(bucket_count);
+        if self.queue_limit.is_none() && self.offered_load >= capacity {
+            return Err(Error::Overload { load: self.offered_load, capacity, policy: self.policy.clone() });
         }
         Ok(())
     }
@@ -138,20 +141,20 @@ impl Config {
         if self.cores == 0 {
             return Err(Error::NoCores);
         }
-        if !(self.load > 0.0 && self.load.is_finite()) {
-            return Err(Error::InvalidLoad(self.load));
+        if !(self.offered_load > 0.0 && self.offered_load.is_finite()) {
+            return Err(Error::InvalidLoad(self.offered_load));
         }
         if !is_within(self.interface_latency, 0.0, 1e6) {
             return Err(Error::InvalidLatency(self.interface_latency));
         }
         // Arrivals may last for half of the time that 64 bits represent. The other half is for queues.
-        let mean_arrival_interval = self.service.mean() / (self.load * f64::from(self.cores));
+        let mean_arrival_interval = self.service.mean() / (self.offered_load * f64::from(self.cores));
         let max_requests = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / mean_arrival_interval;
         if self.request_count < 10 || self.request_count as f64 > max_requests {
             return Err(Error::InvalidRequestCount { requests: self.request_count, max: max_requests as u64 });
         }
-        if !is_within(self.skew, 0.0, 10.0) {
-            return Err(Error::InvalidSkew(self.skew));
+        if !is_within(self.connection_skew, 0.0, 10.0) {
+            return Err(Error::InvalidSkew(self.connection_skew));
         }
         if let Some(window) = self.window_length.filter(|window| !is_within(*window, 1e-3, 1e9)) {
             return Err(Error::InvalidWindow(window));
@@ -159,10 +162,10 @@ impl Config {
         if self.queue_limit == Some(0) {
             return Err(Error::ZeroQueueLimit);
         }
-        if let Policy::RankedQueue(options) = &self.policy {
+        if let CoreSelectionPolicy::RankedQueue(options) = &self.policy {
             self.check_core_assignment(options)?;
         }
-        if let Policy::GroupedFcfs { groups, cores_per_group } = self.policy {
+        if let CoreSelectionPolicy::GroupedFcfs { groups, cores_per_group } = self.policy {
             let grouped_cores = u32::from(groups.get()) * u32::from(cores_per_group.get());
             if grouped_cores != u32::from(self.cores) {
                 return Err(Error::GroupCoreCountMismatch {
@@ -179,12 +182,12 @@ impl Config {
     fn check_core_assignment(&self, options: &JbsrqOptions) -> Result<(), Error> {
         if options.core_assignment_mode == CoreAssignmentMode::CompleteShare {
             return match options.allocator_location {
-                AllocatorLocation::Nic => Ok(()),
-                AllocatorLocation::Core => Err(Error::NothingToAllocate(self.policy.clone())),
+                CoreAllocatorLocation::Nic => Ok(()),
+                CoreAllocatorLocation::Core => Err(Error::NothingToAllocate(self.policy.clone())),
             };
         }
-        let services = options.priorities.service_count(self.service.class_times().len() as u8);
-        let cores = options.worker_count(self.cores);
+        let services = options.priorities.service_count(self.service.class_service_times().len() as u8);
+        let cores = options.serving_core_count(self.cores);
         if services != 2 || cores < 2 {
             return Err(Error::NotTwoServices { policy: self.policy.clone(), services, cores });
         }

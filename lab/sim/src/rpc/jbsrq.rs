@@ -5,7 +5,7 @@ use std::num::NonZeroU16;
 use std::str::FromStr;
 
 use coreward_model::dispatch::{
-    CoreAssignmentMode, InvalidReservedCores, Lambda, RankRule, ReservedCores, Selection, UnknownAssignmentMode,
+    CoreAssignmentMode, EligibilityRule, InvalidReservedCores, Lambda, RankRule, ReservedCores, UnknownAssignmentMode,
 };
 
 use crate::names::UnknownName;
@@ -20,11 +20,11 @@ pub struct JbsrqOptions {
     /// Rule that determines which of a core's requests count when a service selects its core (option `rank`).
     pub rank_rule: RankRule,
     /// Rule that determines whether a service that no core accepts blocks the services after it (option `scheduler`).
-    pub scheduler: Selection,
+    pub scheduler: EligibilityRule,
     /// Time after which a request yields to one of higher priority, in units of service time (option `quantum`).
     pub quantum: f64,
     /// Whether shorter classes have priority or all requests are equal (option `priorities`).
-    pub priorities: Priorities,
+    pub priorities: ClassPriorities,
     /// Time that a core needs to switch to another service, in units of service time (option `switch`).
     pub switch_cost: f64,
     /// Division of the cores between two services (option `core_assignment_mode`).
@@ -34,12 +34,12 @@ pub struct JbsrqOptions {
     /// Cores that each service always keeps, unless all services share all cores (option `reserved`).
     pub reserved_cores: ReservedCores,
     /// Location of the core allocator's load monitor (option `allocator_location`).
-    pub allocator_location: AllocatorLocation,
+    pub allocator_location: CoreAllocatorLocation,
 }
 
 /// Location of the load monitor, whose hints change the assignment of cores to services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AllocatorLocation {
+pub enum CoreAllocatorLocation {
     /// The monitor runs on the NIC and occupies no core (RingLeader). Option value `nic`.
     Nic,
     /// The monitor occupies the whole last core (IOKernel of Caladan, OSDI'20). Option value `core`.
@@ -48,24 +48,24 @@ pub enum AllocatorLocation {
 
 impl JbsrqOptions {
     /// Returns the number of the given cores that serve requests, which excludes a core that the load monitor occupies.
-    pub fn worker_count(&self, cores: u16) -> u16 {
+    pub fn serving_core_count(&self, cores: u16) -> u16 {
         match self.allocator_location {
-            AllocatorLocation::Nic => cores,
-            AllocatorLocation::Core => cores.saturating_sub(1),
+            CoreAllocatorLocation::Nic => cores,
+            CoreAllocatorLocation::Core => cores.saturating_sub(1),
         }
     }
 }
 
 /// Order in which queued requests are served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Priorities {
+pub enum ClassPriorities {
     /// Requests of a shorter class have priority over those of a longer class. Option value `classes`.
     Classes,
     /// Requests are served in the order of their arrival. Option value `none`.
     None,
 }
 
-impl Priorities {
+impl ClassPriorities {
     #[inline]
     pub fn service_of_class(self, class: u8) -> u8 {
         match self {
@@ -90,19 +90,19 @@ impl Default for JbsrqOptions {
             lambda: Lambda::PAPER_VALUE,
             queue_depth: const { NonZeroU16::new(4).unwrap() },
             rank_rule: RankRule::Ranked,
-            scheduler: Selection::FirstEligible,
+            scheduler: EligibilityRule::FirstEligible,
             quantum: 5.0 / 3.0,
-            priorities: Priorities::Classes,
+            priorities: ClassPriorities::Classes,
             switch_cost: 0.0,
             core_assignment_mode: CoreAssignmentMode::CompleteShare,
             monitor_interval: 5.0 / 3.0,
             reserved_cores: ReservedCores([1, 1]),
-            allocator_location: AllocatorLocation::Nic,
+            allocator_location: CoreAllocatorLocation::Nic,
         }
     }
 }
 
-const OPTION_SYNTAX: [&str; 11] = [
+const JBSRQ_OPTION_SYNTAX: [&str; 11] = [
     "lambda=0..1",
     "depth=N",
     "rank=jbsrq|global|per-service",
@@ -132,27 +132,28 @@ impl FromStr for JbsrqOptions {
 
 impl JbsrqOptions {
     fn set_option(&mut self, name: &str, value: &str) -> Result<(), String> {
-        let invalid_option = |expected: &str| format!("{name} {value:?}: expected {expected}");
+        let build_option_error = |expected: &str| format!("{name} {value:?}: expected {expected}");
         let parse_interval =
-            || parse_time(value, MIN_OPTION_TIME).ok_or_else(|| invalid_option(EXPECTED_INTERVAL_TEXT));
+            || parse_time(value, MIN_OPTION_TIME).ok_or_else(|| build_option_error(EXPECTED_INTERVAL_TEXT));
         match name {
             "lambda" => {
-                let lambda = value.parse().map_err(|_| invalid_option("a number from 0 to 1"))?;
+                let lambda = value.parse().map_err(|_| build_option_error("a number from 0 to 1"))?;
                 self.lambda = Lambda::new(lambda).map_err(|error| error.to_string())?;
             }
-            "depth" => self.queue_depth = value.parse().map_err(|_| invalid_option(EXPECTED_COUNT_TEXT))?,
+            "depth" => self.queue_depth = value.parse().map_err(|_| build_option_error(EXPECTED_COUNT_TEXT))?,
             "rank" => {
-                let rank_rule = find_by_name(&RANK_RULES, value);
-                self.rank_rule = rank_rule.ok_or_else(|| invalid_option("jbsrq, global or per-service"))?;
+                let rank_rule = find_by_name(&RANK_RULES_BY_NAME, value);
+                self.rank_rule = rank_rule.ok_or_else(|| build_option_error("jbsrq, global or per-service"))?;
             }
             "scheduler" => {
-                self.scheduler = find_by_name(&SCHEDULERS, value).ok_or_else(|| invalid_option("feo or pifo"))?
+                self.scheduler =
+                    find_by_name(&SCHEDULERS_BY_NAME, value).ok_or_else(|| build_option_error("feo or pifo"))?
             }
             "quantum" => self.quantum = parse_interval()?,
             "interval" => self.monitor_interval = parse_interval()?,
             "switch" => {
                 let cost = parse_time(value, 0.0);
-                self.switch_cost = cost.ok_or_else(|| invalid_option("a time from 0 to 1000000 service times"))?;
+                self.switch_cost = cost.ok_or_else(|| build_option_error("a time from 0 to 1000000 service times"))?;
             }
             "assignment" => {
                 self.core_assignment_mode = value.parse().map_err(|error: UnknownAssignmentMode| error.to_string())?
@@ -161,28 +162,32 @@ impl JbsrqOptions {
                 self.reserved_cores = value.parse().map_err(|error: InvalidReservedCores| error.to_string())?
             }
             "allocator" => {
-                self.allocator_location =
-                    find_by_name(&ALLOCATORS, value).ok_or_else(|| invalid_option("nic or core"))?
+                self.allocator_location = find_by_name(&ALLOCATOR_LOCATIONS_BY_NAME, value)
+                    .ok_or_else(|| build_option_error("nic or core"))?
             }
             "priorities" => {
-                self.priorities = find_by_name(&PRIORITIES, value).ok_or_else(|| invalid_option("classes or none"))?
+                self.priorities = find_by_name(&CLASS_PRIORITIES_BY_NAME, value)
+                    .ok_or_else(|| build_option_error("classes or none"))?
             }
-            _ => return Err(UnknownName::new("option", name, OPTION_SYNTAX).to_string()),
+            _ => return Err(UnknownName::new("option", name, JBSRQ_OPTION_SYNTAX).to_string()),
         }
         Ok(())
     }
 }
 
 /// Rank rules by option value. They are those of RingLeader, RackSched (OSDI'20) and nanoPU (OSDI'21).
-const RANK_RULES: [(&str, RankRule); 3] =
+const RANK_RULES_BY_NAME: [(&str, RankRule); 3] =
     [("jbsrq", RankRule::Ranked), ("global", RankRule::Global), ("per-service", RankRule::PerService)];
 
 /// Schedulers by option value. They are those of RingLeader and PIFO (SIGCOMM'16).
-const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), ("pifo", Selection::Pifo)];
+const SCHEDULERS_BY_NAME: [(&str, EligibilityRule); 2] =
+    [("feo", EligibilityRule::FirstEligible), ("pifo", EligibilityRule::Pifo)];
 
-const PRIORITIES: [(&str, Priorities); 2] = [("classes", Priorities::Classes), ("none", Priorities::None)];
+const CLASS_PRIORITIES_BY_NAME: [(&str, ClassPriorities); 2] =
+    [("classes", ClassPriorities::Classes), ("none", ClassPriorities::None)];
 
-const ALLOCATORS: [(&str, AllocatorLocation); 2] = [("nic", AllocatorLocation::Nic), ("core", AllocatorLocation::Core)];
+const ALLOCATOR_LOCATIONS_BY_NAME: [(&str, CoreAllocatorLocation); 2] =
+    [("nic", CoreAllocatorLocation::Nic), ("core", CoreAllocatorLocation::Core)];
 
 fn find_by_name<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
     names.iter().find(|(known_name, _)| *known_name == name).map(|(_, value)| *value)
@@ -208,8 +213,12 @@ impl fmt::Display for JbsrqOptions {
         let options = [
             ("lambda", self.lambda.get().to_string(), default.lambda.get().to_string()),
             ("depth", self.queue_depth.to_string(), default.queue_depth.to_string()),
-            ("rank", find_name(&RANK_RULES, self.rank_rule), find_name(&RANK_RULES, default.rank_rule)),
-            ("scheduler", find_name(&SCHEDULERS, self.scheduler), find_name(&SCHEDULERS, default.scheduler)),
+            ("rank", find_name(&RANK_RULES_BY_NAME, self.rank_rule), find_name(&RANK_RULES_BY_NAME, default.rank_rule)),
+            (
+                "scheduler",
+                find_name(&SCHEDULERS_BY_NAME, self.scheduler),
+                find_name(&SCHEDULERS_BY_NAME, default.scheduler),
+            ),
             ("quantum", self.quantum.to_string(), default.quantum.to_string()),
             ("priorities", self.priorities.to_string(), default.priorities.to_string()),
             ("switch", self.switch_cost.to_string(), default.switch_cost.to_string()),
@@ -218,8 +227,8 @@ impl fmt::Display for JbsrqOptions {
             ("reserved", self.reserved_cores.to_string(), default.reserved_cores.to_string()),
             (
                 "allocator",
-                find_name(&ALLOCATORS, self.allocator_location),
-                find_name(&ALLOCATORS, default.allocator_location),
+                find_name(&ALLOCATOR_LOCATIONS_BY_NAME, self.allocator_location),
+                find_name(&ALLOCATOR_LOCATIONS_BY_NAME, default.allocator_location),
             ),
         ];
         let changed_options = options.iter().filter(|(_, value, default)| value != default);
@@ -228,7 +237,7 @@ impl fmt::Display for JbsrqOptions {
     }
 }
 
-impl fmt::Display for Priorities {
+impl fmt::Display for ClassPriorities {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Classes => "classes",

@@ -19,20 +19,20 @@ mod workload;
 use coreward_model::rss::IndirectionTable;
 
 pub use class_bounds::ClassBoundOptions;
-pub use config::{Config, Error};
-pub use jbsrq::{AllocatorLocation, JbsrqOptions, Priorities};
+pub use config::{Error, RpcSimulationConfig};
+pub use jbsrq::{ClassPriorities, CoreAllocatorLocation, JbsrqOptions};
 pub use outcome::{ClassLatency, LatencySummary, WindowLatency};
-use outcome::{LatencyRecorder, Observer};
-pub use peak::{PeakConfig, PeakLoadEstimate, SloMetric, SloUnit, find_peak_load};
-pub use policy::{POLICY_SYNTAX, Policy, PolicyError};
-use server::{Server, ServerSpec, ServerVisitor};
-pub use service::{LongClass, ServiceTimeDistribution, ServiceTimeError, ServiceTimeSampler};
-use ticks::{NEVER, to_ticks};
-use workload::Workload;
+use outcome::{LatencyRecorder, ResponseObserver};
+pub use peak::{PeakLoadEstimate, PeakLoadSearchConfig, SloMetric, SloUnit, find_peak_load};
+pub use policy::{CORE_SELECTION_POLICY_SYNTAX, CoreSelectionPolicy, CoreSelectionPolicyError};
+use server::{QueueingServer, ServerSpec, ServerVisitor};
+pub use service::{LongRequestClass, ServiceTimeDistribution, ServiceTimeError, ServiceTimeSampler};
+use ticks::{NEVER, units_to_ticks};
+use workload::RequestGenerator;
 
 /// Results of a server simulation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Outcome {
+pub struct RpcSimulationOutcome {
     /// Latencies of all requests after the warm-up.
     pub all: LatencySummary,
     /// Latencies of each class that has requests, beginning with the shortest class.
@@ -41,20 +41,20 @@ pub struct Outcome {
     pub requests: u64,
     /// Percentage of the requests that were dropped because the server was full.
     pub dropped_pct: f64,
-    /// Latencies over time. Empty unless [`Config::window_length`] is set.
+    /// Latencies over time. Empty unless [`RpcSimulationConfig::window_length`] is set.
     pub windows: Vec<WindowLatency>,
 }
 
 /// Runs the simulation. An error names the value that is out of range, and the allowed range.
-pub fn run(config: &Config) -> Result<Outcome, Error> {
-    config.check_load_below_capacity(BUCKET_COUNT)?;
-    let class_times = config.service.class_times();
+pub fn run(config: &RpcSimulationConfig) -> Result<RpcSimulationOutcome, Error> {
+    config.check_load_below_capacity(RSS_BUCKET_COUNT)?;
+    let class_times = config.service.class_service_times();
     let mut recorder = LatencyRecorder::new(class_times.len(), config.window_length);
-    let dropped_requests = simulate(config, config.load, &mut recorder);
+    let dropped_requests = simulate(config, config.offered_load, &mut recorder);
     let class_latency =
         |(service, quantiles): (f64, Option<LatencySummary>)| Some(ClassLatency { service, quantiles: quantiles? });
-    Ok(Outcome {
-        all: recorder.all_latencies().ok_or(Error::NothingMeasured)?,
+    Ok(RpcSimulationOutcome {
+        all: recorder.overall_latencies().ok_or(Error::NothingMeasured)?,
         classes: class_times.into_iter().zip(recorder.class_latencies()).filter_map(class_latency).collect(),
         requests: config.request_count,
         dropped_pct: dropped_requests as f64 / config.request_count as f64 * 100.0,
@@ -63,42 +63,42 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
 }
 
 /// Number of entries in the RSS indirection table (Turbo, HPCA'23, Sect. VII-E).
-const BUCKET_COUNT: u32 = 512;
+const RSS_BUCKET_COUNT: u32 = 512;
 
 /// Simulates the configuration at `load` instead of its own load, and returns the number of dropped requests.
-fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
-    let indirection_table =
-        IndirectionTable::balanced(config.seed, BUCKET_COUNT as usize, config.cores).expect("512 is a power of two");
+fn simulate(config: &RpcSimulationConfig, load: f64, observer: &mut impl ResponseObserver) -> u64 {
+    let indirection_table = IndirectionTable::balanced(config.seed, RSS_BUCKET_COUNT as usize, config.cores)
+        .expect("512 is a power of two");
     let spec = ServerSpec {
         policy: &config.policy,
-        cores: config.cores,
-        class_count: config.service.class_times().len() as u8,
-        interface_latency: to_ticks(config.interface_latency),
+        core_count: config.cores,
+        class_count: config.service.class_service_times().len() as u8,
+        interface_latency: units_to_ticks(config.interface_latency),
         indirection_table: &indirection_table,
     };
-    spec.build_and_visit(WorkloadRunner { config, load, observer })
+    spec.build_and_visit(WorkloadRunner { config, offered_load: load, observer })
 }
 
 /// Visitor that sends a workload's requests to the server that it visits.
 struct WorkloadRunner<'a, O> {
-    config: &'a Config,
-    load: f64,
+    config: &'a RpcSimulationConfig,
+    offered_load: f64,
     observer: &'a mut O,
 }
 
-impl<O: Observer> ServerVisitor<O> for WorkloadRunner<'_, O> {
+impl<O: ResponseObserver> ServerVisitor<O> for WorkloadRunner<'_, O> {
     /// Number of requests that the server dropped.
     type Output = u64;
 
-    fn visit(self, mut server: impl Server<O>) -> u64 {
-        let mut workload = Workload::new(self.config, self.load);
+    fn visit_server(self, mut server: impl QueueingServer<O>) -> u64 {
+        let mut workload = RequestGenerator::new(self.config, self.offered_load);
         let warm_up_requests = self.config.request_count / 10;
         let queue_limit = self.config.queue_limit.unwrap_or(u64::MAX);
         let mut dropped_requests = 0;
         for number in 0..self.config.request_count {
             let request = workload.draw_request();
             if number == warm_up_requests {
-                self.observer.measure_from(request.arrived_at);
+                self.observer.begin_measurement_at(request.arrived_at);
             }
             server.advance(request.arrived_at, self.observer);
             if self.observer.is_result_decided() {

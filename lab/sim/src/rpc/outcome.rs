@@ -3,8 +3,8 @@
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use super::server::{Response, ResponseSink};
-use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, to_ticks, to_units};
+use super::server::{ResponseSink, SimulatedResponse};
+use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, ticks_to_units, units_to_ticks};
 
 /// Mean and quantiles of the latency, in units of service time and within 0.05 %. Latency is measured from a request's
 /// arrival at the NIC to its response's departure.
@@ -71,7 +71,7 @@ impl LatencyHistogram {
             return None;
         }
         let latency_at_quantile =
-            |quantile| to_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
+            |quantile| ticks_to_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
         let mean = self.latency_sum as f64 / latency_count as f64 / TICKS_PER_UNIT as f64;
         Some(LatencySummary {
             mean,
@@ -103,7 +103,7 @@ impl LatencyRecorder {
     /// records latencies over time.
     pub fn new(class_count: usize, window_length: Option<f64>) -> Self {
         let windows = window_length.map(|length| LatencyWindows {
-            window_length: to_ticks(length),
+            window_length: units_to_ticks(length),
             window_start: 0,
             window_histogram: LatencyHistogram::new(),
             closed_windows: Vec::new(),
@@ -116,7 +116,7 @@ impl LatencyRecorder {
     }
 
     /// Returns the latencies of all classes together, or `None` if there were no responses.
-    pub fn all_latencies(&self) -> Option<LatencySummary> {
+    pub fn overall_latencies(&self) -> Option<LatencySummary> {
         let mut all_classes = LatencyHistogram::new();
         self.class_histograms.iter().for_each(|class| all_classes.merge(class));
         all_classes.summarize()
@@ -136,7 +136,7 @@ impl LatencyRecorder {
 }
 
 impl LatencyWindows {
-    fn record(&mut self, response: &Response) {
+    fn record(&mut self, response: &SimulatedResponse) {
         if response.departed_at >= self.window_start + self.window_length {
             self.close_window();
             self.window_start = response.departed_at / self.window_length * self.window_length;
@@ -147,7 +147,7 @@ impl LatencyWindows {
     fn close_window(&mut self) {
         if let Some(quantiles) = self.window_histogram.summarize() {
             self.closed_windows.push(WindowLatency {
-                from: to_units(self.window_start),
+                from: ticks_to_units(self.window_start),
                 responses: self.window_histogram.histogram.len(),
                 quantiles,
             });
@@ -158,9 +158,9 @@ impl LatencyWindows {
 }
 
 /// Observer that measures the responses of a simulation.
-pub trait Observer: ResponseSink {
+pub trait ResponseObserver: ResponseSink {
     /// Ends the warm-up, so that requests which arrive at `start_time` or later are measured.
-    fn measure_from(&mut self, start_time: Tick);
+    fn begin_measurement_at(&mut self, start_time: Tick);
 
     /// Returns whether the result is already certain, so that the simulation can end early.
     fn is_result_decided(&self) -> bool {
@@ -170,11 +170,11 @@ pub trait Observer: ResponseSink {
 
 impl ResponseSink for LatencyRecorder {
     #[inline]
-    fn handle_response(&mut self, response: &Response) {
+    fn handle_response(&mut self, response: &SimulatedResponse) {
         if response.request.arrived_at < self.measurement_start {
             return;
         }
-        self.class_histograms[usize::from(response.request.class)]
+        self.class_histograms[usize::from(response.request.class_index)]
             .record(response.departed_at - response.request.arrived_at);
         if let Some(windows) = &mut self.windows {
             windows.record(response);
@@ -182,8 +182,8 @@ impl ResponseSink for LatencyRecorder {
     }
 }
 
-impl Observer for LatencyRecorder {
-    fn measure_from(&mut self, start_time: Tick) {
+impl ResponseObserver for LatencyRecorder {
+    fn begin_measurement_at(&mut self, start_time: Tick) {
         self.measurement_start = start_time;
         if let Some(windows) = &mut self.windows {
             windows.window_start = start_time / windows.window_length * windows.window_length;

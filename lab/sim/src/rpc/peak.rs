@@ -4,23 +4,24 @@ use std::ops::RangeInclusive;
 
 use serde::Serialize;
 
-use super::outcome::Observer;
-use super::server::{Response, ResponseSink};
-use super::ticks::{NEVER, Tick, to_ticks};
-use super::{Config, Error, simulate};
+use super::outcome::ResponseObserver;
+use super::server::{ResponseSink, SimulatedResponse};
+use super::ticks::{NEVER, Tick, units_to_ticks};
+use super::{Error, RpcSimulationConfig, simulate};
 use crate::par_map_ordered;
 
 /// Configuration of a search for the peak load.
 #[derive(Debug, Clone, PartialEq)]
-pub struct PeakConfig {
+pub struct PeakLoadSearchConfig {
     /// Configuration of the simulated server. The search ignores its load and seed.
-    pub config: Config,
-    /// Upper bound of the 99th percentile (service level objective), in multiples of [`PeakConfig::slo_unit`].
-    pub slo: f64,
+    pub config: RpcSimulationConfig,
+    /// Upper bound of the 99th percentile (service level objective), in multiples of
+    /// [`PeakLoadSearchConfig::slo_unit`].
+    pub slo_multiple: f64,
     /// Seeds of the searches. Each seed has its own search.
     pub seeds: RangeInclusive<u64>,
     /// Number of bisection steps, from 1 to 30, after which the load is exact to 2^-steps.
-    pub steps: u32,
+    pub bisection_steps: u32,
     /// Requests whose 99th percentile the SLO bounds.
     pub slo_metric: SloMetric,
     /// Service time of which the SLO is a multiple.
@@ -47,13 +48,13 @@ pub enum SloUnit {
     Mean,
 }
 
-impl Default for PeakConfig {
+impl Default for PeakLoadSearchConfig {
     fn default() -> Self {
         Self {
-            config: Config::default(),
-            slo: 30.0,
+            config: RpcSimulationConfig::default(),
+            slo_multiple: 30.0,
             seeds: 1..=5,
-            steps: 10,
+            bisection_steps: 10,
             slo_metric: SloMetric::default(),
             slo_unit: SloUnit::default(),
         }
@@ -73,30 +74,31 @@ pub struct PeakLoadEstimate {
 
 /// Searches for the peak load by bisection. At every load, a seed yields the same requests, only with scaled gaps
 /// between them. An error names the value that is out of range, and the allowed range.
-pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
-    if !(search.slo > 0.0 && search.slo.is_finite()) {
-        return Err(Error::InvalidSlo(search.slo));
+pub fn find_peak_load(search: &PeakLoadSearchConfig) -> Result<PeakLoadEstimate, Error> {
+    if !(search.slo_multiple > 0.0 && search.slo_multiple.is_finite()) {
+        return Err(Error::InvalidSlo(search.slo_multiple));
     }
-    if !(1..=30).contains(&search.steps) {
-        return Err(Error::InvalidStepCount(search.steps));
+    if !(1..=30).contains(&search.bisection_steps) {
+        return Err(Error::InvalidStepCount(search.bisection_steps));
     }
     if search.seeds.is_empty() {
         return Err(Error::NoSeeds);
     }
     // The run at the search's lowest load lasts longest in simulated time, so its ranges are checked.
-    Config { load: 0.5f64.powi(search.steps as i32), ..search.config.clone() }.check_ranges()?;
-    let configs: Vec<Config> = search
+    RpcSimulationConfig { offered_load: 0.5f64.powi(search.bisection_steps as i32), ..search.config.clone() }
+        .check_ranges()?;
+    let configs: Vec<RpcSimulationConfig> = search
         .seeds
         .clone()
-        .map(|seed| Config { seed, queue_limit: None, window_length: None, ..search.config.clone() })
+        .map(|seed| RpcSimulationConfig { seed, queue_limit: None, window_length: None, ..search.config.clone() })
         .collect();
     let peak_loads = par_map_ordered(&configs, |config| bisect_peak_load(search, config));
-    Ok(estimate_with_confidence_interval(&peak_loads, 0.5f64.powi(search.steps as i32)))
+    Ok(estimate_with_confidence_interval(&peak_loads, 0.5f64.powi(search.bisection_steps as i32)))
 }
 
-fn bisect_peak_load(search: &PeakConfig, config: &Config) -> f64 {
+fn bisect_peak_load(search: &PeakLoadSearchConfig, config: &RpcSimulationConfig) -> f64 {
     let (mut met_load, mut missed_load) = (0.0, 1.0);
-    for _ in 0..search.steps {
+    for _ in 0..search.bisection_steps {
         let load = (met_load + missed_load) / 2.0;
         if meets_slo(search, config, load) {
             met_load = load;
@@ -108,20 +110,20 @@ fn bisect_peak_load(search: &PeakConfig, config: &Config) -> f64 {
 }
 
 /// Returns whether the 99th percentile of latency is within the SLO at `load`.
-fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
+fn meets_slo(search: &PeakLoadSearchConfig, config: &RpcSimulationConfig, load: f64) -> bool {
     let slo_unit_time = if search.slo_unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
     let measured_requests = config.request_count - config.request_count / 10;
     let mut observer = SloObserver {
         measurement_start: NEVER,
-        latency_bound: to_ticks(search.slo * slo_unit_time),
+        latency_bound: units_to_ticks(search.slo_multiple * slo_unit_time),
         first_uncounted_class: if search.slo_metric == SloMetric::Short { 1 } else { u8::MAX },
         max_late_response_count: measured_requests / 100,
-        response_count: 0,
+        counted_response_count: 0,
         late_response_count: 0,
     };
     simulate(config, load, &mut observer);
     // The 99th percentile is within the bound if at most 1 % of the responses are late.
-    observer.late_response_count * 100 <= observer.response_count
+    observer.late_response_count * 100 <= observer.counted_response_count
 }
 
 /// Counter of responses that exceed the SLO. It needs no histogram, and ends a run as soon as the SLO is missed.
@@ -132,24 +134,25 @@ struct SloObserver {
     first_uncounted_class: u8,
     /// Number of late responses above which the SLO is missed, which is 1 % of all counted requests.
     max_late_response_count: u64,
-    response_count: u64,
+    counted_response_count: u64,
     late_response_count: u64,
 }
 
 impl ResponseSink for SloObserver {
     #[inline]
-    fn handle_response(&mut self, response: &Response) {
-        if response.request.arrived_at >= self.measurement_start && response.request.class < self.first_uncounted_class
+    fn handle_response(&mut self, response: &SimulatedResponse) {
+        if response.request.arrived_at >= self.measurement_start
+            && response.request.class_index < self.first_uncounted_class
         {
-            self.response_count += 1;
+            self.counted_response_count += 1;
             self.late_response_count +=
                 u64::from(response.departed_at - response.request.arrived_at > self.latency_bound);
         }
     }
 }
 
-impl Observer for SloObserver {
-    fn measure_from(&mut self, start_time: Tick) {
+impl ResponseObserver for SloObserver {
+    fn begin_measurement_at(&mut self, start_time: Tick) {
         self.measurement_start = start_time;
     }
 
@@ -173,7 +176,7 @@ fn estimate_with_confidence_interval(values: &[f64], step: f64) -> PeakLoadEstim
 /// Returns the 97.5 % quantile of Student's t distribution from a standard table. Between two rows, the one with fewer
 /// degrees of freedom is used, which widens the interval.
 fn student_t_quantile(degrees_of_freedom: usize) -> f64 {
-    const QUANTILE_TABLE: [(usize, f64); 20] = [
+    const STUDENT_T_QUANTILES: [(usize, f64); 20] = [
         (1, 12.706),
         (2, 4.303),
         (3, 3.182),
@@ -195,7 +198,7 @@ fn student_t_quantile(degrees_of_freedom: usize) -> f64 {
         (60, 2.000),
         (120, 1.980),
     ];
-    QUANTILE_TABLE.iter().rev().find(|(row, _)| *row <= degrees_of_freedom).map_or(0.0, |(_, t)| *t)
+    STUDENT_T_QUANTILES.iter().rev().find(|(row, _)| *row <= degrees_of_freedom).map_or(0.0, |(_, t)| *t)
 }
 
 #[cfg(test)]
@@ -219,12 +222,15 @@ mod tests {
 
     #[test]
     fn invalid_search_settings_are_rejected() {
-        let search_error = |search: PeakConfig| find_peak_load(&search).unwrap_err().to_string();
-        let zero_slo = PeakConfig { slo: 0.0, ..PeakConfig::default() };
-        assert_eq!(search_error(zero_slo), "SLO 0: expected a number above 0, in multiples of the service time");
-        assert!(search_error(PeakConfig { steps: 0, ..PeakConfig::default() }).contains("expected 1 to 30"));
+        let expect_search_error = |search: PeakLoadSearchConfig| find_peak_load(&search).unwrap_err().to_string();
+        let zero_slo = PeakLoadSearchConfig { slo_multiple: 0.0, ..PeakLoadSearchConfig::default() };
+        assert_eq!(expect_search_error(zero_slo), "SLO 0: expected a number above 0, in multiples of the service time");
+        assert!(
+            expect_search_error(PeakLoadSearchConfig { bisection_steps: 0, ..PeakLoadSearchConfig::default() })
+                .contains("expected 1 to 30")
+        );
         #[expect(clippy::reversed_empty_ranges)]
-        let no_seeds = PeakConfig { seeds: 2..=1, ..PeakConfig::default() };
-        assert_eq!(search_error(no_seeds), "no seeds: expected at least one");
+        let no_seeds = PeakLoadSearchConfig { seeds: 2..=1, ..PeakLoadSearchConfig::default() };
+        assert_eq!(expect_search_error(no_seeds), "no seeds: expected at least one");
     }
 }

@@ -5,12 +5,12 @@ use std::num::NonZeroU16;
 use std::str::FromStr;
 
 use super::class_bounds::ClassBoundOptions;
-use super::jbsrq::{JbsrqOptions, Priorities};
+use super::jbsrq::{ClassPriorities, JbsrqOptions};
 use crate::names::UnknownName;
 
 /// Policy that assigns a server's requests to its cores. Times are in units of service time.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Policy {
+pub enum CoreSelectionPolicy {
     /// Keeps one queue at the NIC. A core gets a request from it only after it has reported itself idle (`cfcfs`).
     CentralFcfs,
     /// Assigns every request to a random core (`random`).
@@ -47,7 +47,7 @@ pub enum Policy {
 }
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum PolicyError {
+pub enum CoreSelectionPolicyError {
     /// No policy has the requested name.
     #[error(transparent)]
     UnknownName(#[from] UnknownName),
@@ -57,7 +57,7 @@ pub enum PolicyError {
 }
 
 /// Syntax of all policies with their parameters.
-pub const POLICY_SYNTAX: [&str; 13] = [
+pub const CORE_SELECTION_POLICY_SYNTAX: [&str; 13] = [
     "cfcfs",
     "random",
     "rr",
@@ -78,25 +78,27 @@ pub const POLICY_SYNTAX: [&str; 13] = [
 /// requests that take a few microseconds, half a service time is about as long.
 const DEFAULT_STEALING_COST: f64 = 0.5;
 
-impl FromStr for Policy {
-    type Err = PolicyError;
+impl FromStr for CoreSelectionPolicy {
+    type Err = CoreSelectionPolicyError;
 
-    fn from_str(policy_text: &str) -> Result<Self, PolicyError> {
+    fn from_str(policy_text: &str) -> Result<Self, CoreSelectionPolicyError> {
         let (name, parameters) = policy_text
             .split_once(':')
             .map_or((policy_text, None), |(name, parameter_text)| (name, Some(parameter_text)));
-        let syntax = POLICY_SYNTAX.iter().find(|policy_syntax| policy_syntax.split([':', '[']).next() == Some(name));
+        let syntax = CORE_SELECTION_POLICY_SYNTAX
+            .iter()
+            .find(|policy_syntax| policy_syntax.split([':', '[']).next() == Some(name));
         let Some(policy_syntax) = syntax else {
-            return Err(UnknownName::new("policy", policy_text, POLICY_SYNTAX).into());
+            return Err(UnknownName::new("policy", policy_text, CORE_SELECTION_POLICY_SYNTAX).into());
         };
-        Self::parse_parameters(name, parameters).map_err(|detail| PolicyError::InvalidParameters {
+        Self::parse_parameters(name, parameters).map_err(|detail| CoreSelectionPolicyError::InvalidParameters {
             policy_text: policy_text.to_owned(),
             expected: policy_syntax.to_string() + &detail,
         })
     }
 }
 
-impl Policy {
+impl CoreSelectionPolicy {
     /// Returns the policy `name` with these parameters. An error is the part of the message that follows the policy's
     /// syntax.
     fn parse_parameters(name: &str, parameters: Option<&str>) -> Result<Self, String> {
@@ -145,7 +147,7 @@ const MAX_PARAMETER_TIME: f64 = 1e6;
 /// Shortest interval between two redistributions of buckets (units of service time). Shorter ones would take hours.
 const MIN_REBALANCE_INTERVAL: f64 = 0.01;
 
-impl fmt::Display for Policy {
+impl fmt::Display for CoreSelectionPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::CentralFcfs => f.write_str("cfcfs"),
@@ -167,13 +169,13 @@ impl fmt::Display for Policy {
     }
 }
 
-impl Policy {
+impl CoreSelectionPolicy {
     /// Returns whether shorter classes have priority under this policy.
-    pub fn priorities(&self) -> Priorities {
+    pub fn class_priorities(&self) -> ClassPriorities {
         match self {
             Self::RankedQueue(options) => options.priorities,
-            Self::ClassBoundedQueue(_) => Priorities::Classes,
-            _ => Priorities::None,
+            Self::ClassBoundedQueue(_) => ClassPriorities::Classes,
+            _ => ClassPriorities::None,
         }
     }
 
@@ -187,7 +189,7 @@ impl Policy {
     /// `latency` is the one-way latency between NIC and cores. A core's slot is occupied until the response has passed
     /// the NIC. A core with one slot is therefore idle for two latencies per request. The result is exact for `cfcfs`,
     /// and an upper bound for bounded queues with several slots.
-    pub fn capacity(&self, mean_service_time: f64, latency: f64) -> f64 {
+    pub fn max_stable_load(&self, mean_service_time: f64, latency: f64) -> f64 {
         let capacity_with_slots =
             |slots: f64| (slots * mean_service_time / (mean_service_time + 2.0 * latency)).min(1.0);
         match self {
@@ -225,28 +227,28 @@ mod tests {
             "ps",
             "dfcfs:4,8",
         ] {
-            assert_eq!(name.parse::<Policy>().unwrap().to_string(), name);
+            assert_eq!(name.parse::<CoreSelectionPolicy>().unwrap().to_string(), name);
         }
     }
 
     #[test]
     fn invalid_policies_are_rejected() {
-        let parse_error = |text: &str| text.parse::<Policy>().unwrap_err().to_string();
-        assert!(parse_error("jsk").contains("did you mean jsq"), "{}", parse_error("jsk"));
-        assert_eq!(parse_error("jsq:2"), "policy \"jsq:2\": expected jsq");
-        assert_eq!(parse_error("jbsq"), "policy \"jbsq\": expected jbsq:N");
-        assert_eq!(parse_error("jbsq:0"), "policy \"jbsq:0\": expected jbsq:N with N from 1 to 65535");
-        assert!(parse_error("dfcfs:0,4").contains("X and Y from 1 on"));
-        assert!(parse_error("rss-rebalanced:0").contains("T from 0.01"));
-        assert!(parse_error("jbsrq:rank=x").ends_with("rank \"x\": expected jbsrq, global or per-service"));
-        assert!(parse_error("jbsrq:scheduler=").ends_with("scheduler \"\": expected feo or pifo"));
-        assert!(parse_error("jbsrq:lamda=1").contains("lamda"), "{}", parse_error("jbsrq:lamda=1"));
+        let expect_parse_error = |text: &str| text.parse::<CoreSelectionPolicy>().unwrap_err().to_string();
+        assert!(expect_parse_error("jsk").contains("did you mean jsq"), "{}", expect_parse_error("jsk"));
+        assert_eq!(expect_parse_error("jsq:2"), "policy \"jsq:2\": expected jsq");
+        assert_eq!(expect_parse_error("jbsq"), "policy \"jbsq\": expected jbsq:N");
+        assert_eq!(expect_parse_error("jbsq:0"), "policy \"jbsq:0\": expected jbsq:N with N from 1 to 65535");
+        assert!(expect_parse_error("dfcfs:0,4").contains("X and Y from 1 on"));
+        assert!(expect_parse_error("rss-rebalanced:0").contains("T from 0.01"));
+        assert!(expect_parse_error("jbsrq:rank=x").ends_with("rank \"x\": expected jbsrq, global or per-service"));
+        assert!(expect_parse_error("jbsrq:scheduler=").ends_with("scheduler \"\": expected feo or pifo"));
+        assert!(expect_parse_error("jbsrq:lamda=1").contains("lamda"), "{}", expect_parse_error("jbsrq:lamda=1"));
     }
 
     #[test]
     fn capacity_is_limited_by_the_round_trip_of_each_request() {
-        assert_eq!(Policy::CentralFcfs.capacity(1.0, 0.5), 0.5);
-        assert_eq!("jbsq:2".parse::<Policy>().unwrap().capacity(1.0, 0.5), 1.0);
-        assert_eq!(Policy::ShortestQueue.capacity(1.0, 0.5), 1.0);
+        assert_eq!(CoreSelectionPolicy::CentralFcfs.max_stable_load(1.0, 0.5), 0.5);
+        assert_eq!("jbsq:2".parse::<CoreSelectionPolicy>().unwrap().max_stable_load(1.0, 0.5), 1.0);
+        assert_eq!(CoreSelectionPolicy::ShortestQueue.max_stable_load(1.0, 0.5), 1.0);
     }
 }

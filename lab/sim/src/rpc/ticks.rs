@@ -11,11 +11,11 @@ pub const NEVER: Tick = Tick::MAX;
 
 /// Converts units of service time to ticks, rounded to the nearest tick.
 #[inline]
-pub fn to_ticks(units: f64) -> Tick {
+pub fn units_to_ticks(units: f64) -> Tick {
     (units * TICKS_PER_UNIT as f64 + 0.5) as Tick
 }
 
 /// Converts ticks to units of service time.
-pub fn to_units(ticks: Tick) -> f64 {
+pub fn ticks_to_units(ticks: Tick) -> f64 {
     ticks as f64 / TICKS_PER_UNIT as f64
 }

@@ -4,21 +4,21 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::server::Request;
+use super::server::SimulatedRequest;
 use super::service::ServiceTimeSampler;
 use super::ticks::{TICKS_PER_UNIT, Tick};
-use super::{Config, Priorities};
-use crate::random::exponential;
+use super::{ClassPriorities, RpcSimulationConfig};
+use crate::random::draw_exponential;
 
 /// Generator of requests with Poisson arrivals. Each quantity is drawn from its own random stream, so two policies or
 /// loads get the same requests in the same order (common random numbers). Comparisons are therefore not affected by
 /// random differences.
 #[derive(Debug)]
-pub struct Workload {
+pub struct RequestGenerator {
     mean_arrival_interval_ticks: f64,
     service_time_sampler: ServiceTimeSampler,
     connection_sampler: Option<ConnectionSampler>,
-    priorities: Priorities,
+    priorities: ClassPriorities,
     last_arrival_at: Tick,
     arrival_rng: Xoshiro256PlusPlus,
     service_rng: Xoshiro256PlusPlus,
@@ -30,18 +30,22 @@ const RNG_STREAM_SERVICES: u64 = 0x7270_6302;
 const RNG_STREAM_HASHES: u64 = 0x7270_6303;
 const RNG_STREAM_CONNECTIONS: u64 = 0x7270_6304;
 
-impl Workload {
+impl RequestGenerator {
     /// Creates a generator whose requests offer `load` times the capacity of the cores in `config`.
-    pub fn new(config: &Config, load: f64) -> Self {
+    pub fn new(config: &RpcSimulationConfig, load: f64) -> Self {
         let connection_sampler = config.connection_count.map(|count| {
-            ConnectionSampler::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
+            ConnectionSampler::new(
+                count.get(),
+                config.connection_skew,
+                &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS),
+            )
         });
         Self {
             mean_arrival_interval_ticks: config.service.mean() / (load * f64::from(config.cores))
                 * TICKS_PER_UNIT as f64,
-            service_time_sampler: config.service.sampler(),
+            service_time_sampler: config.service.build_sampler(),
             connection_sampler,
-            priorities: config.policy.priorities(),
+            priorities: config.policy.class_priorities(),
             last_arrival_at: 0,
             arrival_rng: seeded_rng(config.seed, RNG_STREAM_ARRIVALS),
             service_rng: seeded_rng(config.seed, RNG_STREAM_SERVICES),
@@ -50,11 +54,12 @@ impl Workload {
     }
 
     #[inline]
-    pub fn draw_request(&mut self) -> Request {
-        self.last_arrival_at += (exponential(&mut self.arrival_rng) * self.mean_arrival_interval_ticks + 0.5) as Tick;
-        let (class, work) = self.service_time_sampler.sample(&mut self.service_rng);
+    pub fn draw_request(&mut self) -> SimulatedRequest {
+        self.last_arrival_at +=
+            (draw_exponential(&mut self.arrival_rng) * self.mean_arrival_interval_ticks + 0.5) as Tick;
+        let (class, work) = self.service_time_sampler.sample_class_and_time(&mut self.service_rng);
         let hash = self.hash_rng.next_u32();
-        Request {
+        SimulatedRequest {
             arrived_at: self.last_arrival_at,
             work,
             request_hash: hash,
@@ -62,8 +67,8 @@ impl Workload {
                 .connection_sampler
                 .as_ref()
                 .map_or(hash, |sampler| sampler.draw_connection_hash(&mut self.hash_rng)),
-            connection: 0,
-            class,
+            connection_number: 0,
+            class_index: class,
             service: self.priorities.service_of_class(class),
         }
     }
@@ -74,13 +79,13 @@ impl Workload {
 #[derive(Debug)]
 struct ConnectionSampler {
     /// Table for Walker's alias method (1977). A draw selects an entry, and then either its connection or its alias.
-    entries: Vec<AliasEntry>,
+    entries: Vec<AliasTableEntry>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct AliasEntry {
+struct AliasTableEntry {
     /// Threshold below which a random 32-bit number selects the entry's connection. A greater number selects the alias.
-    threshold: u64,
+    alias_threshold: u64,
     connection_hash: u32,
     alias_hash: u32,
 }
@@ -93,12 +98,12 @@ impl ConnectionSampler {
             weights.iter().map(|weight| weight / total_weight * f64::from(count)).collect();
         let connection_hashes: Vec<u32> = weights.iter().map(|_| rng.next_u32()).collect();
         let entry_without_alias =
-            |hash: &u32| AliasEntry { threshold: 1 << 32, connection_hash: *hash, alias_hash: *hash };
-        let mut entries: Vec<AliasEntry> = connection_hashes.iter().map(entry_without_alias).collect();
+            |hash: &u32| AliasTableEntry { alias_threshold: 1 << 32, connection_hash: *hash, alias_hash: *hash };
+        let mut entries: Vec<AliasTableEntry> = connection_hashes.iter().map(entry_without_alias).collect();
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
             (0..scaled_weights.len()).partition(|i| scaled_weights[*i] < 1.0);
         while let (Some(small_index), Some(large_index)) = (small.pop(), large.last().copied()) {
-            entries[small_index].threshold = (scaled_weights[small_index] * f64::from(1u32 << 31) * 2.0) as u64;
+            entries[small_index].alias_threshold = (scaled_weights[small_index] * f64::from(1u32 << 31) * 2.0) as u64;
             entries[small_index].alias_hash = connection_hashes[large_index];
             scaled_weights[large_index] -= 1.0 - scaled_weights[small_index];
             if scaled_weights[large_index] < 1.0 {
@@ -111,7 +116,7 @@ impl ConnectionSampler {
 
     fn draw_connection_hash(&self, rng: &mut Xoshiro256PlusPlus) -> u32 {
         let entry = self.entries[uniform_below(rng, self.entries.len() as u32) as usize];
-        if u64::from(rng.next_u32()) < entry.threshold { entry.connection_hash } else { entry.alias_hash }
+        if u64::from(rng.next_u32()) < entry.alias_threshold { entry.connection_hash } else { entry.alias_hash }
     }
 }
 

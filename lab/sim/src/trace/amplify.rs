@@ -11,7 +11,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use super::{CoreServiceRate, FirstPacket, FlowEvent, Packet, PacketBatch, SkipCounts, Trace, TraceError};
+use super::{CoreServiceRate, FirstPacket, FlowEvent, PacketBatch, PacketSkipCounts, Trace, TraceError, TracePacket};
 
 /// Maximum number of packets in a batch that is merged from several copies.
 const MAX_BATCH_PACKETS: usize = 16_384;
@@ -31,7 +31,7 @@ pub struct TraceSlice {
 impl TraceSlice {
     /// Creates the slice from `from_ns` to `until_ns`. Panics when the trace has a history, which cannot be cut.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
-        assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
+        assert_eq!(trace.history_duration_ns(), 0, "a trace with a history is not cut");
         Self {
             trace,
             from_ns,
@@ -46,7 +46,7 @@ impl TraceSlice {
     fn copy_packets_in_slice(&mut self, source_batch: &PacketBatch, slice_batch: &mut PacketBatch) {
         let mut first_packets = source_batch.first_packets.iter();
         for packet in &source_batch.packets {
-            let first_packet = if packet.event.opens() { first_packets.next().copied() } else { None };
+            let first_packet = if packet.event.opens_flow() { first_packets.next().copied() } else { None };
             if packet.time_ns >= self.until_ns {
                 self.has_ended = true;
                 return;
@@ -59,36 +59,36 @@ impl TraceSlice {
         }
     }
 
-    fn track_packet_before_slice(&mut self, packet: &Packet, first_packet: Option<FirstPacket>) {
+    fn track_packet_before_slice(&mut self, packet: &TracePacket, first_packet: Option<FirstPacket>) {
         if let Some(first_packet) = first_packet {
             self.unsent_first_packets.insert(packet.flow_number, first_packet);
         }
-        if packet.event.closes() {
+        if packet.event.closes_flow() {
             self.unsent_first_packets.remove(&packet.flow_number);
         }
     }
 
     fn process_packet_in_slice(
         &mut self,
-        packet: &Packet,
+        packet: &TracePacket,
         first_packet: Option<FirstPacket>,
         slice_batch: &mut PacketBatch,
     ) {
         let unsent_first_packet = self.unsent_first_packets.remove(&packet.flow_number);
-        if unsent_first_packet.is_some() && !packet.event.is_packet() {
+        if unsent_first_packet.is_some() && !packet.event.has_packet() {
             return;
         }
         let mut event = packet.event;
         if let Some(first_packet) = first_packet.or(unsent_first_packet) {
             slice_batch.first_packets.push(first_packet);
-            event = if event.closes() { FlowEvent::OPENS_AND_CLOSES } else { FlowEvent::OPENS };
+            event = if event.closes_flow() { FlowEvent::OPENS_AND_CLOSES } else { FlowEvent::OPENS };
         }
-        if event.closes() {
+        if event.closes_flow() {
             self.open_flows.remove(&packet.flow_number);
-        } else if event.opens() {
+        } else if event.opens_flow() {
             self.open_flows.insert(packet.flow_number, ());
         }
-        slice_batch.packets.push(Packet { time_ns: packet.time_ns - self.from_ns, event, ..*packet });
+        slice_batch.packets.push(TracePacket { time_ns: packet.time_ns - self.from_ns, event, ..*packet });
     }
 }
 
@@ -106,7 +106,7 @@ impl Trace for TraceSlice {
             let mut open_flows: Vec<u32> = self.open_flows.drain().map(|(flow, ())| flow).collect();
             open_flows.sort_unstable();
             let time_ns = self.until_ns - self.from_ns;
-            batch.packets.extend(open_flows.into_iter().map(|flow| Packet {
+            batch.packets.extend(open_flows.into_iter().map(|flow| TracePacket {
                 time_ns,
                 flow_number: flow,
                 wire_bytes: 0,
@@ -116,7 +116,7 @@ impl Trace for TraceSlice {
         Ok(())
     }
 
-    fn skip_counts(&self) -> SkipCounts {
+    fn skip_counts(&self) -> PacketSkipCounts {
         self.trace.skip_counts()
     }
 
@@ -144,13 +144,13 @@ struct TraceCopy {
 
 impl TraceCopy {
     /// Returns the copy's next packet with its time in the overlay, or `None` at the end of the copy.
-    fn peek_packet(&mut self) -> Result<Option<Packet>, TraceError> {
+    fn peek_packet(&mut self) -> Result<Option<TracePacket>, TraceError> {
         if self.next_packet_index == self.batch.packets.len() {
             self.trace.read(&mut self.batch)?;
             (self.next_packet_index, self.next_first_packet_index) = (0, 0);
         }
         let packet = self.batch.packets.get(self.next_packet_index);
-        Ok(packet.map(|packet| Packet { time_ns: packet.time_ns + self.start_ns, ..*packet }))
+        Ok(packet.map(|packet| TracePacket { time_ns: packet.time_ns + self.start_ns, ..*packet }))
     }
 }
 
@@ -165,7 +165,7 @@ pub struct TraceOverlay {
 impl TraceOverlay {
     /// Creates an overlay of the given traces, each with its start time (ns) and its copy number.
     pub fn new(traces: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
-        let to_copy = |(trace, start_ns, copy_number)| TraceCopy {
+        let to_trace_copy = |(trace, start_ns, copy_number)| TraceCopy {
             trace,
             start_ns,
             copy_number,
@@ -174,7 +174,7 @@ impl TraceOverlay {
             next_first_packet_index: 0,
         };
         Self {
-            copies: traces.into_iter().map(to_copy).collect(),
+            copies: traces.into_iter().map(to_trace_copy).collect(),
             next_packet_times: BinaryHeap::new(),
             is_started: false,
         }
@@ -203,14 +203,14 @@ impl Trace for TraceOverlay {
             let copy = &mut self.copies[copy_index];
             let packet = copy.batch.packets[copy.next_packet_index];
             copy.next_packet_index += 1;
-            if packet.event.opens() {
+            if packet.event.opens_flow() {
                 let first_packet = copy.batch.first_packets[copy.next_first_packet_index];
                 copy.next_first_packet_index += 1;
                 batch
                     .first_packets
                     .push(FirstPacket { tuple: tuple_in_copy(&first_packet.tuple, copy.copy_number), ..first_packet });
             }
-            batch.packets.push(Packet {
+            batch.packets.push(TracePacket {
                 time_ns,
                 flow_number: packet.flow_number * copy_count + copy_index as u32,
                 ..packet
@@ -220,8 +220,8 @@ impl Trace for TraceOverlay {
         Ok(())
     }
 
-    fn skip_counts(&self) -> SkipCounts {
-        let mut skip_counts = SkipCounts::new();
+    fn skip_counts(&self) -> PacketSkipCounts {
+        let mut skip_counts = PacketSkipCounts::new();
         for (reason, packets) in self.copies.iter().flat_map(|trace_copy| trace_copy.trace.skip_counts()) {
             *skip_counts.entry(reason).or_default() += packets;
         }
@@ -232,8 +232,8 @@ impl Trace for TraceOverlay {
         self.copies.iter().map(|trace_copy| trace_copy.trace.reordered_packet_count()).sum()
     }
 
-    fn history_ns(&self) -> u64 {
-        self.copies[0].trace.history_ns()
+    fn history_duration_ns(&self) -> u64 {
+        self.copies[0].trace.history_duration_ns()
     }
 
     fn end_ns(&self) -> Option<u64> {
@@ -284,16 +284,16 @@ mod tests {
     /// Trace in which flow 5 sends packets at 0, 10, .. 90 ns, and flow 6 at 35 and 65 ns.
     struct SmallTrace(Vec<PacketBatch>);
 
-    fn small_trace() -> Box<dyn Trace> {
-        let tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
-        let first_packet = |port| FirstPacket { tuple: tuple(port), rate_pps: None };
-        let packet = |time_ns, flow, event| Packet { time_ns, flow_number: flow, wire_bytes: 60, event };
-        let mut packets: Vec<Packet> = (0..10u64).map(|n| packet(n * 10, 5, FlowEvent::NONE)).collect();
+    fn build_small_trace() -> Box<dyn Trace> {
+        let build_tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
+        let build_first_packet = |port| FirstPacket { tuple: build_tuple(port), rate_pps: None };
+        let build_packet = |time_ns, flow, event| TracePacket { time_ns, flow_number: flow, wire_bytes: 60, event };
+        let mut packets: Vec<TracePacket> = (0..10u64).map(|n| build_packet(n * 10, 5, FlowEvent::NONE)).collect();
         packets[0].event = FlowEvent::OPENS;
-        packets.push(packet(35, 6, FlowEvent::OPENS));
-        packets.push(packet(65, 6, FlowEvent::CLOSES));
+        packets.push(build_packet(35, 6, FlowEvent::OPENS));
+        packets.push(build_packet(65, 6, FlowEvent::CLOSES));
         packets.sort_by_key(|packet| packet.time_ns);
-        let batch = PacketBatch { packets, first_packets: vec![first_packet(1), first_packet(2)] };
+        let batch = PacketBatch { packets, first_packets: vec![build_first_packet(1), build_first_packet(2)] };
         Box::new(SmallTrace(vec![batch]))
     }
 
@@ -322,7 +322,7 @@ mod tests {
 
     #[test]
     fn trace_slice_opens_and_closes_its_flows() {
-        let (packets, first_packets) = read_all_packets(TraceSlice::new(small_trace(), 55, 75));
+        let (packets, first_packets) = read_all_packets(TraceSlice::new(build_small_trace(), 55, 75));
         assert_eq!(
             packets,
             [
@@ -337,13 +337,13 @@ mod tests {
             [1, 2]
         );
         // From the beginning, the slice equals the trace, except that it also has the ends of flows.
-        let (packets, _) = read_all_packets(TraceSlice::new(small_trace(), 0, 100));
+        let (packets, _) = read_all_packets(TraceSlice::new(build_small_trace(), 0, 100));
         assert_eq!((packets.len(), packets[12]), (13, (100, 5, FlowEvent::EXPIRES)));
     }
 
     #[test]
     fn overlay_merges_copies_by_time_and_gives_them_different_flows() {
-        let traces = vec![(small_trace(), 0, 0), (small_trace(), 3, 1)];
+        let traces = vec![(build_small_trace(), 0, 0), (build_small_trace(), 3, 1)];
         let (packets, first_packets) = read_all_packets(TraceOverlay::new(traces));
         assert_eq!(packets.len(), 24);
         assert!(packets.is_sorted_by_key(|(time_ns, ..)| *time_ns));

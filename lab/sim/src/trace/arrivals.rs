@@ -2,19 +2,19 @@
 
 use coreward_model::arrivals::ArrivalLog;
 
-use super::{CoreServiceRate, FirstPacket, FlowEvent, Packet, PacketBatch, Trace, TraceError};
+use super::{CoreServiceRate, FirstPacket, FlowEvent, PacketBatch, Trace, TraceError, TracePacket};
 
 const MAX_BATCH_PACKETS: usize = 16_384;
 
-pub struct ArrivalTrace {
+pub struct ArrivalLogTrace {
     log: ArrivalLog,
     /// Requests of the log, each with its time (us), the number of its connection, and its number on this connection.
-    requests: Vec<(u64, u32, u32)>,
+    requests_by_due_time: Vec<(u64, u32, u32)>,
     next_request_index: usize,
     service_rate: CoreServiceRate,
 }
 
-impl ArrivalTrace {
+impl ArrivalLogTrace {
     /// Creates the trace of an arrival log. Fails when the requests have different service times. The error then names
     /// `path`.
     pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
@@ -32,18 +32,18 @@ impl ArrivalTrace {
         requests.sort_unstable();
         Ok(Self {
             log,
-            requests,
+            requests_by_due_time: requests,
             next_request_index: 0,
             service_rate: CoreServiceRate { packets_per_s: 1e6 / f64::from(first_service_us) },
         })
     }
 }
 
-impl Trace for ArrivalTrace {
+impl Trace for ArrivalLogTrace {
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
-        let end_index = (self.next_request_index + MAX_BATCH_PACKETS).min(self.requests.len());
-        for (due_us, connection, index) in &self.requests[self.next_request_index..end_index] {
+        let end_index = (self.next_request_index + MAX_BATCH_PACKETS).min(self.requests_by_due_time.len());
+        for (due_us, connection, index) in &self.requests_by_due_time[self.next_request_index..end_index] {
             let arrival = &self.log.arrivals[*connection as usize];
             let event = match (*index == 0, *index + 1 == arrival.request_count) {
                 (false, false) => FlowEvent::NONE,
@@ -51,11 +51,11 @@ impl Trace for ArrivalTrace {
                 (true, false) => FlowEvent::OPENS,
                 (true, true) => FlowEvent::OPENS_AND_CLOSES,
             };
-            if event.opens() {
+            if event.opens_flow() {
                 let rate_pps = Some(1e6 / f64::from(arrival.request_interval_us.max(1)));
                 batch.first_packets.push(FirstPacket { tuple: arrival.four_tuple(), rate_pps });
             }
-            batch.packets.push(Packet { time_ns: due_us * 1_000, flow_number: *connection, wire_bytes: 0, event });
+            batch.packets.push(TracePacket { time_ns: due_us * 1_000, flow_number: *connection, wire_bytes: 0, event });
         }
         self.next_request_index = end_index;
         Ok(())

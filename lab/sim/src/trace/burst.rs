@@ -7,7 +7,7 @@
 use std::str::FromStr;
 
 use super::campus::{ActiveFlow, FlowGenerator, KeyedFirstPacket, append_packets, sort_batch};
-use super::settings::{SettingError, parse_settings};
+use super::settings::{TrafficSettingError, parse_settings};
 use super::{PacketBatch, Trace, TraceError};
 
 /// Start of the burst (ns). It is within the first window, which is not measured.
@@ -15,37 +15,37 @@ const BURST_START_NS: u64 = 500_000_000;
 /// Duration of the burst (ns).
 const BURST_DURATION_NS: u64 = 100_000_000;
 /// Duration of each time slice, whose packets are drawn and sorted together (ns).
-const SLICE_NS: u64 = 20_000_000;
+const TIME_SLICE_NS: u64 = 20_000_000;
 
 /// Parameters of the burst generator.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct BurstSettings {
+pub struct BurstTrafficSettings {
     /// Seed of the traffic, or `None` if each run draws its traffic from the run's seed.
     pub seed: Option<u64>,
     /// Number of connections, from 1 to 1,000,000.
-    pub connections: u32,
+    pub connection_count: u32,
     /// Duration of the trace (s), from 2 to 3,600.
-    pub seconds: u64,
+    pub duration_s: u64,
 }
 
-impl Default for BurstSettings {
+impl Default for BurstTrafficSettings {
     fn default() -> Self {
-        Self { seed: None, connections: 1_000, seconds: 5 }
+        Self { seed: None, connection_count: 1_000, duration_s: 5 }
     }
 }
 
-impl FromStr for BurstSettings {
-    type Err = SettingError;
+impl FromStr for BurstTrafficSettings {
+    type Err = TrafficSettingError;
 
     /// Parses a text such as `seed=1,connections=1000,seconds=5`. Omitted settings have their default values.
-    fn from_str(text: &str) -> Result<Self, SettingError> {
+    fn from_str(text: &str) -> Result<Self, TrafficSettingError> {
         let mut settings = Self::default();
         for setting in parse_settings("burst", text) {
             let setting = setting?;
             match setting.name {
                 "seed" => settings.seed = Some(setting.parse_integer_in(0..=u64::MAX)?),
-                "connections" => settings.connections = setting.parse_integer_in(1..=1_000_000)? as u32,
-                "seconds" => settings.seconds = setting.parse_integer_in(2..=3_600)?,
+                "connections" => settings.connection_count = setting.parse_integer_in(1..=1_000_000)? as u32,
+                "seconds" => settings.duration_s = setting.parse_integer_in(2..=3_600)?,
                 _ => return Err(setting.unknown_name_error(&["seed", "connections", "seconds"])),
             }
         }
@@ -62,10 +62,10 @@ pub struct BurstTrace {
 
 impl BurstTrace {
     /// Creates burst traffic with these settings. `seed` is used if the settings contain none.
-    pub fn new(settings: &BurstSettings, seed: u64) -> Self {
+    pub fn new(settings: &BurstTrafficSettings, seed: u64) -> Self {
         let mut flow_generator = FlowGenerator::new(settings.seed.unwrap_or(seed));
-        let end_ns = settings.seconds * 1_000_000_000;
-        let active_flows = (0..settings.connections).map(|number| {
+        let end_ns = settings.duration_s * 1_000_000_000;
+        let active_flows = (0..settings.connection_count).map(|number| {
             let start_ns = BURST_START_NS as f64 + flow_generator.draw_uniform() * BURST_DURATION_NS as f64;
             let rate_pps = flow_generator.draw_rate_pps();
             // The connection cannot send that many packets until the end.
@@ -80,7 +80,7 @@ impl Trace for BurstTrace {
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError> {
         batch.clear();
         while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {
-            let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);
+            let until_ns = (self.slice_start_ns + TIME_SLICE_NS).min(self.end_ns);
             let mut first_packets: Vec<KeyedFirstPacket> = Vec::new();
             for flow in &mut self.active_flows {
                 append_packets(flow, until_ns as f64, &mut batch.packets, &mut first_packets);

@@ -26,17 +26,17 @@ use rand::{Rng as _, RngExt as _};
 use rand_distr::{Distribution as _, Exp1, LogNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::settings::{SettingError, parse_settings};
-use super::{FirstPacket, FlowEvent, Packet, PacketBatch, Trace, TraceError};
+use super::settings::{TrafficSettingError, parse_settings};
+use super::{FirstPacket, FlowEvent, PacketBatch, Trace, TraceError, TracePacket};
 
 /// Component of the mixture for packets per flow, with its weight and distribution. Parameters are those of SciPy with
 /// `loc` 0.
-struct MixtureComponent {
+struct FlowLengthComponent {
     weight: f64,
-    length_distribution: LengthDistribution,
+    length_distribution: FlowLengthDistribution,
 }
 
-enum LengthDistribution {
+enum FlowLengthDistribution {
     /// Uniform distribution between 0 and this value.
     UniformUpTo(f64),
     /// Lognormal distribution, that is `scale` x exp(`s` x a standard normal number).
@@ -45,28 +45,28 @@ enum LengthDistribution {
 
 /// Distribution of the number of packets per flow, as a mixture of distributions (flow-models,
 /// agh_2015061019_IPv4_anon, mixtures/all/length, Jurkiewicz 2023).
-const FLOW_LENGTH_MIXTURE: [MixtureComponent; 10] = [
-    MixtureComponent { weight: 0.2667839375411922, length_distribution: LengthDistribution::UniformUpTo(1.0) },
-    MixtureComponent { weight: 0.2498173937170916, length_distribution: LengthDistribution::UniformUpTo(2.0) },
-    MixtureComponent { weight: 0.07891291919980845, length_distribution: LengthDistribution::UniformUpTo(3.0) },
-    MixtureComponent { weight: 0.04500096756101436, length_distribution: LengthDistribution::UniformUpTo(4.0) },
-    MixtureComponent { weight: 0.01744045367227924, length_distribution: LengthDistribution::UniformUpTo(5.0) },
-    MixtureComponent { weight: 0.08315270229031899, length_distribution: LengthDistribution::UniformUpTo(6.0) },
-    MixtureComponent {
+const FLOW_LENGTH_MIXTURE: [FlowLengthComponent; 10] = [
+    FlowLengthComponent { weight: 0.2667839375411922, length_distribution: FlowLengthDistribution::UniformUpTo(1.0) },
+    FlowLengthComponent { weight: 0.2498173937170916, length_distribution: FlowLengthDistribution::UniformUpTo(2.0) },
+    FlowLengthComponent { weight: 0.07891291919980845, length_distribution: FlowLengthDistribution::UniformUpTo(3.0) },
+    FlowLengthComponent { weight: 0.04500096756101436, length_distribution: FlowLengthDistribution::UniformUpTo(4.0) },
+    FlowLengthComponent { weight: 0.01744045367227924, length_distribution: FlowLengthDistribution::UniformUpTo(5.0) },
+    FlowLengthComponent { weight: 0.08315270229031899, length_distribution: FlowLengthDistribution::UniformUpTo(6.0) },
+    FlowLengthComponent {
         weight: 0.1332450209694342,
-        length_distribution: LengthDistribution::Lognormal { s: 0.49364076506762783, scale: 7.379776617881778 },
+        length_distribution: FlowLengthDistribution::Lognormal { s: 0.49364076506762783, scale: 7.379776617881778 },
     },
-    MixtureComponent {
+    FlowLengthComponent {
         weight: 0.07856960684414944,
-        length_distribution: LengthDistribution::Lognormal { s: 0.7294315551184803, scale: 20.034092933439634 },
+        length_distribution: FlowLengthDistribution::Lognormal { s: 0.7294315551184803, scale: 20.034092933439634 },
     },
-    MixtureComponent {
+    FlowLengthComponent {
         weight: 0.0376312022303655,
-        length_distribution: LengthDistribution::Lognormal { s: 1.1885847327306296, scale: 107.16017390959571 },
+        length_distribution: FlowLengthDistribution::Lognormal { s: 1.1885847327306296, scale: 107.16017390959571 },
     },
-    MixtureComponent {
+    FlowLengthComponent {
         weight: 0.009445795974345318,
-        length_distribution: LengthDistribution::Lognormal { s: 2.0387101598164863, scale: 1373.9749450320094 },
+        length_distribution: FlowLengthDistribution::Lognormal { s: 2.0387101598164863, scale: 1373.9749450320094 },
     },
 ];
 
@@ -76,13 +76,13 @@ const MAX_FLOW_SECONDS: f64 = 300.0;
 const MAX_RATE_PPS: f64 = 4_000.0;
 /// Median of the flows' rates (packets/s). The next constant is the standard deviation of the logarithm of the rates.
 const MEDIAN_RATE_PPS: f64 = 150.0;
-const RATE_SIGMA: f64 = 1.3;
+const FLOW_RATE_LOG_SIGMA: f64 = 1.3;
 /// Maximum number of packets in a flow, which follows from the maximum duration and rate.
 const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE_PPS;
 /// Mean size of the packets in the measured hour (bytes), which has 547 GB in 681 million packets.
 const MEAN_PACKET_BYTES: u16 = 803;
 /// Duration of each time slice, whose packets are drawn and sorted together (ns).
-const SLICE_NS: u64 = 20_000_000;
+const TIME_SLICE_NS: u64 = 20_000_000;
 /// Duration of each time slice in the history (ns). Slices are longer there because a flow has only two events.
 const HISTORY_SLICE_NS: u64 = 100_000_000;
 
@@ -91,35 +91,35 @@ const RNG_STREAM_CAMPUS_TRAFFIC: u64 = 20;
 
 /// Parameters of the campus generator.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct CampusSettings {
+pub struct CampusTrafficSettings {
     /// Seed of the traffic, or `None` if each run draws its traffic from the run's seed.
     pub seed: Option<u64>,
     /// Number of flows that arrive per second, from 1 to 1,000,000.
     pub flows_per_s: f64,
     /// Duration of the trace after its history (s), from 1 to 3,600.
-    pub seconds: u64,
+    pub duration_s: u64,
     /// Duration of the history, during which the load balancer runs before the first packet (s), from 0 to 300.
     pub history_s: u64,
 }
 
-impl Default for CampusSettings {
+impl Default for CampusTrafficSettings {
     fn default() -> Self {
-        Self { seed: None, flows_per_s: 3_000.0, seconds: 10, history_s: MAX_FLOW_SECONDS as u64 }
+        Self { seed: None, flows_per_s: 3_000.0, duration_s: 10, history_s: MAX_FLOW_SECONDS as u64 }
     }
 }
 
-impl FromStr for CampusSettings {
-    type Err = SettingError;
+impl FromStr for CampusTrafficSettings {
+    type Err = TrafficSettingError;
 
     /// Parses a text such as `seed=1,flows=3000,seconds=10,history=300`. Omitted settings have their default values.
-    fn from_str(text: &str) -> Result<Self, SettingError> {
+    fn from_str(text: &str) -> Result<Self, TrafficSettingError> {
         let mut settings = Self::default();
         for setting in parse_settings("campus", text) {
             let setting = setting?;
             match setting.name {
                 "seed" => settings.seed = Some(setting.parse_integer_in(0..=u64::MAX)?),
                 "flows" => settings.flows_per_s = setting.parse_integer_in(1..=1_000_000)? as f64,
-                "seconds" => settings.seconds = setting.parse_integer_in(1..=3_600)?,
+                "seconds" => settings.duration_s = setting.parse_integer_in(1..=3_600)?,
                 "history" => settings.history_s = setting.parse_integer_in(0..=MAX_FLOW_SECONDS as u64)?,
                 _ => return Err(setting.unknown_name_error(&["seed", "flows", "seconds", "history"])),
             }
@@ -179,7 +179,7 @@ pub(super) type KeyedFirstPacket = ((u64, u32), FirstPacket);
 
 impl CampusTrace {
     /// Creates campus traffic with these settings. `seed` is used if the settings contain none.
-    pub fn new(settings: &CampusSettings, seed: u64) -> Self {
+    pub fn new(settings: &CampusTrafficSettings, seed: u64) -> Self {
         let history_ns = settings.history_s * 1_000_000_000;
         let mut trace = Self {
             flow_generator: FlowGenerator::new(settings.seed.unwrap_or(seed)),
@@ -187,7 +187,7 @@ impl CampusTrace {
             mean_arrival_gap_s: 1.0 / settings.flows_per_s,
             history_ns,
             slice_start_ns: 0,
-            end_ns: history_ns + settings.seconds * 1_000_000_000,
+            end_ns: history_ns + settings.duration_s * 1_000_000_000,
             active_flows: Vec::new(),
             free_flow_numbers: Vec::new(),
             next_flow_number: 0,
@@ -243,7 +243,7 @@ impl CampusTrace {
     }
 
     fn read_packets(&mut self, batch: &mut PacketBatch) {
-        let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);
+        let until_ns = (self.slice_start_ns + TIME_SLICE_NS).min(self.end_ns);
         self.add_flows_arriving_until(until_ns);
         let mut first_packets = Vec::new();
         for flow in &mut self.active_flows {
@@ -274,7 +274,7 @@ impl Trace for CampusTrace {
         Ok(())
     }
 
-    fn history_ns(&self) -> u64 {
+    fn history_duration_ns(&self) -> u64 {
         self.history_ns
     }
 
@@ -286,7 +286,7 @@ impl Trace for CampusTrace {
 /// Sorts the packets of a batch by time, and appends the first packets of its flows in the same order.
 pub(super) fn sort_batch(batch: &mut PacketBatch, mut first_packets: Vec<KeyedFirstPacket>) {
     // If a flow begins and ends in the same nanosecond, its begin comes first.
-    batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow_number, packet.event.closes()));
+    batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow_number, packet.event.closes_flow()));
     first_packets.sort_unstable_by_key(|(key, _)| *key);
     batch.first_packets.extend(first_packets.into_iter().map(|(_, first_packet)| first_packet));
 }
@@ -295,18 +295,18 @@ pub(super) fn sort_batch(batch: &mut PacketBatch, mut first_packets: Vec<KeyedFi
 fn append_history_events(
     flow: &mut ActiveFlow,
     until_ns: f64,
-    events: &mut Vec<Packet>,
+    events: &mut Vec<TracePacket>,
     first_packets: &mut Vec<KeyedFirstPacket>,
 ) {
-    let event = |time_ns, event| Packet { time_ns, flow_number: flow.flow_number, wire_bytes: 0, event };
+    let build_event = |time_ns, event| TracePacket { time_ns, flow_number: flow.flow_number, wire_bytes: 0, event };
     if flow.is_new {
         let time_ns = flow.next_packet_at_ns as u64;
         first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
-        events.push(event(time_ns, FlowEvent::BEGINS_IN_HISTORY));
+        events.push(build_event(time_ns, FlowEvent::BEGINS_IN_HISTORY));
         flow.is_new = false;
     }
     if flow.end_ns() < until_ns {
-        events.push(event(flow.end_ns() as u64, FlowEvent::EXPIRES));
+        events.push(build_event(flow.end_ns() as u64, FlowEvent::EXPIRES));
         flow.remaining_packets = 0;
     }
 }
@@ -324,7 +324,7 @@ fn skip_history_packets(flow: &mut ActiveFlow, history_end_ns: f64) {
 pub(super) fn append_packets(
     flow: &mut ActiveFlow,
     until_ns: f64,
-    packets: &mut Vec<Packet>,
+    packets: &mut Vec<TracePacket>,
     first_packets: &mut Vec<KeyedFirstPacket>,
 ) {
     while flow.remaining_packets > 0 && flow.next_packet_at_ns < until_ns {
@@ -339,7 +339,7 @@ pub(super) fn append_packets(
             first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
             flow.is_new = false;
         }
-        packets.push(Packet { time_ns, flow_number: flow.flow_number, wire_bytes: MEAN_PACKET_BYTES, event });
+        packets.push(TracePacket { time_ns, flow_number: flow.flow_number, wire_bytes: MEAN_PACKET_BYTES, event });
         flow.next_packet_at_ns += flow.packet_interval_ns;
         flow.remaining_packets -= 1;
     }
@@ -364,15 +364,15 @@ impl FlowGenerator {
         let mixture_components = FLOW_LENGTH_MIXTURE.iter().map(|component| {
             cumulative_weight += component.weight;
             let sampler = match component.length_distribution {
-                LengthDistribution::UniformUpTo(high) => FlowLengthSampler::UniformUpTo(high),
-                LengthDistribution::Lognormal { s, scale } => {
+                FlowLengthDistribution::UniformUpTo(high) => FlowLengthSampler::UniformUpTo(high),
+                FlowLengthDistribution::Lognormal { s, scale } => {
                     FlowLengthSampler::ScaledLognormal(scale, LogNormal::new(0.0, s).expect("a constant above 0"))
                 }
             };
             (cumulative_weight, sampler)
         });
         let mixture_components = mixture_components.collect();
-        let rate_distribution = LogNormal::new(0.0, RATE_SIGMA).expect("a constant above 0");
+        let rate_distribution = LogNormal::new(0.0, FLOW_RATE_LOG_SIGMA).expect("a constant above 0");
         Self { rng: seeded_rng(seed, RNG_STREAM_CAMPUS_TRAFFIC), rate_distribution, mixture_components }
     }
 
@@ -441,8 +441,10 @@ mod tests {
         let mut packets_per_second = [0.0; 6];
         let seed_count = 12;
         for seed in 1..=seed_count {
-            let mut trace =
-                CampusTrace::new(&CampusSettings { seconds: 6, history_s: 0, ..CampusSettings::default() }, seed);
+            let mut trace = CampusTrace::new(
+                &CampusTrafficSettings { duration_s: 6, history_s: 0, ..CampusTrafficSettings::default() },
+                seed,
+            );
             let mut batch = PacketBatch::default();
             loop {
                 trace.read(&mut batch).unwrap();
@@ -464,7 +466,7 @@ mod tests {
 
     /// Returns the number of packets, the number of started flows, the number of flows that are open at the first
     /// packet, and the highest flow number.
-    fn read_and_check_trace(campus: CampusSettings) -> (u64, usize, usize, u32) {
+    fn read_and_check_trace(campus: CampusTrafficSettings) -> (u64, usize, usize, u32) {
         let mut trace = CampusTrace::new(&campus, 1);
         let (mut batch, mut last_ns, mut open_flows) = (PacketBatch::default(), 0, std::collections::HashSet::new());
         let (mut packets, mut opened_flow_count, mut ongoing_flow_count, mut max_flow_number) = (0, 0, 0, 0);
@@ -476,20 +478,20 @@ mod tests {
             let mut first_packets = batch.first_packets.iter();
             for packet in &batch.packets {
                 assert!(packet.time_ns >= last_ns);
-                assert_eq!(packet.event.is_packet(), packet.time_ns >= trace.history_ns());
+                assert_eq!(packet.event.has_packet(), packet.time_ns >= trace.history_duration_ns());
                 last_ns = packet.time_ns;
-                if packet.event.is_packet() && packets == 0 {
+                if packet.event.has_packet() && packets == 0 {
                     ongoing_flow_count = open_flows.len();
                 }
-                if packet.event.opens() {
+                if packet.event.opens_flow() {
                     assert!(open_flows.insert(packet.flow_number) && first_packets.next().is_some());
                     opened_flow_count += 1;
                 }
                 assert!(open_flows.contains(&packet.flow_number), "{packet:?}");
-                if packet.event.closes() {
+                if packet.event.closes_flow() {
                     open_flows.remove(&packet.flow_number);
                 }
-                packets += u64::from(packet.event.is_packet());
+                packets += u64::from(packet.event.has_packet());
                 max_flow_number = max_flow_number.max(packet.flow_number);
             }
             assert!(first_packets.next().is_none());
@@ -500,7 +502,7 @@ mod tests {
 
     #[test]
     fn packets_are_in_order_and_flows_open_and_close_once() {
-        let campus = CampusSettings { flows_per_s: 200.0, seconds: 3, history_s: 0, seed: Some(4) };
+        let campus = CampusTrafficSettings { flows_per_s: 200.0, duration_s: 3, history_s: 0, seed: Some(4) };
         let (cold_packets, opened_flow_count, ongoing_flow_count, max_flow_number) = read_and_check_trace(campus);
         assert!(
             cold_packets > 10_000
@@ -510,7 +512,7 @@ mod tests {
             "{cold_packets} {opened_flow_count}"
         );
         let (packets, opened_flow_count, ongoing_flow_count, max_flow_number) =
-            read_and_check_trace(CampusSettings { history_s: 300, ..campus });
+            read_and_check_trace(CampusTrafficSettings { history_s: 300, ..campus });
         // The flows are the same, and only their placement differs. A packet at time 0 may be rounded to either side.
         assert!(packets.abs_diff(cold_packets) <= 2, "{packets} and {cold_packets} packets");
         assert!(
@@ -523,14 +525,19 @@ mod tests {
 
     #[test]
     fn settings_are_parsed_and_invalid_settings_are_rejected() {
-        assert_eq!("".parse(), Ok(CampusSettings::default()));
+        assert_eq!("".parse(), Ok(CampusTrafficSettings::default()));
         assert_eq!(
             "seed=7,seconds=3,history=0".parse(),
-            Ok(CampusSettings { seed: Some(7), seconds: 3, history_s: 0, ..CampusSettings::default() })
+            Ok(CampusTrafficSettings {
+                seed: Some(7),
+                duration_s: 3,
+                history_s: 0,
+                ..CampusTrafficSettings::default()
+            })
         );
-        let parse_error = |text: &str| text.parse::<CampusSettings>().unwrap_err().to_string();
-        assert_eq!(parse_error("seconds=0"), "campus: seconds=0: expected a whole number from 1 to 3600");
-        assert!(parse_error("flow=3").contains("did you mean flows?"));
-        assert!(parse_error("flows").contains("expected name=value"));
+        let parsing_error_text = |text: &str| text.parse::<CampusTrafficSettings>().unwrap_err().to_string();
+        assert_eq!(parsing_error_text("seconds=0"), "campus: seconds=0: expected a whole number from 1 to 3600");
+        assert!(parsing_error_text("flow=3").contains("did you mean flows?"));
+        assert!(parsing_error_text("flows").contains("expected name=value"));
     }
 }

@@ -22,12 +22,12 @@ use std::collections::BTreeMap;
 
 use coreward_model::FourTuple;
 
-pub use settings::SettingError;
-pub use source::{SourceError, TraceSource};
+pub use settings::TrafficSettingError;
+pub use source::{TraceSource, TraceSourceError};
 
 /// Packet of a trace, or the start or end of a flow without a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Packet {
+pub struct TracePacket {
     /// Time after the start of the trace, including its history (ns). It never decreases from packet to packet.
     pub time_ns: u64,
     pub flow_number: u32,
@@ -37,7 +37,7 @@ pub struct Packet {
     pub event: FlowEvent,
 }
 
-/// Effect of a [`Packet`] on its flow.
+/// Effect of a [`TracePacket`] on its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FlowEvent(u8);
 
@@ -52,18 +52,18 @@ impl FlowEvent {
     /// The flow has ended at an earlier time. There is no packet.
     pub const EXPIRES: FlowEvent = FlowEvent(4 | 2);
 
-    /// The flow starts during the trace's [history](Trace::history_ns). There is no packet.
+    /// The flow starts during the trace's [history](Trace::history_duration_ns). There is no packet.
     pub const BEGINS_IN_HISTORY: FlowEvent = FlowEvent(4 | 1);
 
-    pub fn opens(self) -> bool {
+    pub fn opens_flow(self) -> bool {
         self.0 & 1 != 0
     }
 
-    pub fn closes(self) -> bool {
+    pub fn closes_flow(self) -> bool {
         self.0 & 2 != 0
     }
 
-    pub fn is_packet(self) -> bool {
+    pub fn has_packet(self) -> bool {
         self.0 & 4 == 0
     }
 }
@@ -81,7 +81,7 @@ pub struct FirstPacket {
 #[derive(Debug, Clone, Default)]
 pub struct PacketBatch {
     /// Packets in ascending order of time.
-    pub packets: Vec<Packet>,
+    pub packets: Vec<TracePacket>,
     /// Flows that the packets of this batch open, in the order of these packets.
     pub first_packets: Vec<FirstPacket>,
 }
@@ -95,7 +95,7 @@ impl PacketBatch {
 }
 
 /// Number of skipped packets for each reason.
-pub type SkipCounts = BTreeMap<&'static str, u64>;
+pub type PacketSkipCounts = BTreeMap<&'static str, u64>;
 
 /// Service rate of the cores that a trace specifies.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -111,8 +111,8 @@ pub trait Trace: Send {
     fn read(&mut self, batch: &mut PacketBatch) -> Result<(), TraceError>;
 
     /// Returns the number of packets that have been skipped so far, for each reason.
-    fn skip_counts(&self) -> SkipCounts {
-        SkipCounts::new()
+    fn skip_counts(&self) -> PacketSkipCounts {
+        PacketSkipCounts::new()
     }
 
     /// Returns the number of packets so far whose time stamp was slightly earlier than that of the packet before. Both
@@ -124,7 +124,7 @@ pub trait Trace: Send {
     /// Returns the duration of the history, which precedes the packets (ns). In the history, flows start and end with
     /// known rates but without packets. The load balancer has placed the flows that are open at the first packet during
     /// the history.
-    fn history_ns(&self) -> u64 {
+    fn history_duration_ns(&self) -> u64 {
         0
     }
 

@@ -6,7 +6,7 @@ use crate::names::UnknownName;
 
 /// Error for invalid settings of a traffic generator.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum SettingError {
+pub enum TrafficSettingError {
     /// The text does not have the form `name=value`.
     #[error("{generator}: {text:?}: expected name=value")]
     NotAPair { generator: &'static str, text: String },
@@ -19,7 +19,7 @@ pub enum SettingError {
 }
 
 /// Setting of a traffic generator, given as `name=value`.
-pub struct Setting<'a> {
+pub struct TrafficSetting<'a> {
     generator: &'static str,
     pub name: &'a str,
     value: &'a str,
@@ -29,17 +29,17 @@ pub struct Setting<'a> {
 pub fn parse_settings<'a>(
     generator: &'static str,
     text: &'a str,
-) -> impl Iterator<Item = Result<Setting<'a>, SettingError>> + use<'a> {
+) -> impl Iterator<Item = Result<TrafficSetting<'a>, TrafficSettingError>> + use<'a> {
     text.split(',').filter(|setting_text| !setting_text.is_empty()).map(move |pair| match pair.split_once('=') {
-        Some((name, value)) => Ok(Setting { generator, name, value }),
-        None => Err(SettingError::NotAPair { generator, text: pair.to_owned() }),
+        Some((name, value)) => Ok(TrafficSetting { generator, name, value }),
+        None => Err(TrafficSettingError::NotAPair { generator, text: pair.to_owned() }),
     })
 }
 
-impl Setting<'_> {
+impl TrafficSetting<'_> {
     /// Returns the value as an integer. Fails when it is not an integer, or is not within `range`.
-    pub fn parse_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
-        self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| SettingError::InvalidValue {
+    pub fn parse_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, TrafficSettingError> {
+        self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| TrafficSettingError::InvalidValue {
             generator: self.generator,
             name: self.name.to_owned(),
             value: self.value.to_owned(),
@@ -48,8 +48,8 @@ impl Setting<'_> {
         })
     }
 
-    pub fn unknown_name_error(&self, known_names: &[&str]) -> SettingError {
+    pub fn unknown_name_error(&self, known_names: &[&str]) -> TrafficSettingError {
         let unknown_name = UnknownName::new("setting", self.name, known_names.iter().copied());
-        SettingError::UnknownSetting { generator: self.generator, name: unknown_name }
+        TrafficSettingError::UnknownSetting { generator: self.generator, name: unknown_name }
     }
 }

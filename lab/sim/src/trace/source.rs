@@ -5,28 +5,28 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use super::amplify::{TraceOverlay, TraceSlice};
-use super::arrivals::ArrivalTrace;
-use super::burst::{BurstSettings, BurstTrace};
-use super::campus::{CampusSettings, CampusTrace};
-use super::capture::{CaptureTrace, FileFormat, ReadOptions, input};
-use super::settings::SettingError;
+use super::arrivals::ArrivalLogTrace;
+use super::burst::{BurstTrace, BurstTrafficSettings};
+use super::campus::{CampusTrace, CampusTrafficSettings};
+use super::capture::{CaptureReadOptions, CaptureTrace, TraceFileFormat, input};
+use super::settings::TrafficSettingError;
 use super::{PacketBatch, Trace, TraceError};
 
 /// Source of a trace, as selected by `--trace`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TraceSource {
-    Campus(CampusSettings),
-    Burst(BurstSettings),
+    Campus(CampusTrafficSettings),
+    Burst(BurstTrafficSettings),
     /// File that contains a capture or an arrival log.
     File(PathBuf),
 }
 
 /// Reason why a text does not name the source of a trace.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum SourceError {
+pub enum TraceSourceError {
     /// The settings of a generator are invalid.
     #[error(transparent)]
-    InvalidSetting(#[from] SettingError),
+    InvalidSetting(#[from] TrafficSettingError),
     /// The text is empty.
     #[error("a trace without a name: expected a file, or campus[:seed=1,flows=3000,seconds=10]")]
     EmptyText,
@@ -34,20 +34,20 @@ pub enum SourceError {
 
 impl Default for TraceSource {
     fn default() -> Self {
-        TraceSource::Campus(CampusSettings::default())
+        TraceSource::Campus(CampusTrafficSettings::default())
     }
 }
 
 impl FromStr for TraceSource {
-    type Err = SourceError;
+    type Err = TraceSourceError;
 
-    fn from_str(text: &str) -> Result<Self, SourceError> {
+    fn from_str(text: &str) -> Result<Self, TraceSourceError> {
         match text.split_once(':') {
-            _ if text.is_empty() => Err(SourceError::EmptyText),
+            _ if text.is_empty() => Err(TraceSourceError::EmptyText),
             Some(("campus", settings)) => Ok(TraceSource::Campus(settings.parse()?)),
             None if text == "campus" => Ok(TraceSource::default()),
             Some(("burst", settings)) => Ok(TraceSource::Burst(settings.parse()?)),
-            None if text == "burst" => Ok(TraceSource::Burst(BurstSettings::default())),
+            None if text == "burst" => Ok(TraceSource::Burst(BurstTrafficSettings::default())),
             _ => Ok(TraceSource::File(text.into())),
         }
     }
@@ -58,14 +58,14 @@ impl TraceSource {
     pub fn varies_with_seed(&self) -> bool {
         matches!(
             self,
-            TraceSource::Campus(CampusSettings { seed: None, .. })
-                | TraceSource::Burst(BurstSettings { seed: None, .. })
+            TraceSource::Campus(CampusTrafficSettings { seed: None, .. })
+                | TraceSource::Burst(BurstTrafficSettings { seed: None, .. })
         )
     }
 
     /// Opens the traffic, which depends on `seed` if [`TraceSource::varies_with_seed`]. Fails when the file cannot be
     /// read or has an unknown format.
-    pub fn open(&self, seed: u64, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
+    pub fn open_trace(&self, seed: u64, options: CaptureReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         match self {
             TraceSource::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
             TraceSource::Burst(burst) => Ok(Box::new(BurstTrace::new(burst, seed))),
@@ -75,31 +75,36 @@ impl TraceSource {
 
     /// Opens an overlay of several copies of the traffic (see [`super::amplify`]). A file is read once to find its end,
     /// and then once for each copy, or twice for a copy that starts in its middle.
-    pub fn open_overlay(&self, seed: u64, copies: u32, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
+    pub fn open_overlay(
+        &self,
+        seed: u64,
+        copies: u32,
+        options: CaptureReadOptions,
+    ) -> Result<Box<dyn Trace>, TraceError> {
         if copies == 1 {
-            return self.open(seed, options);
+            return self.open_trace(seed, options);
         }
         let mut trace_copies: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
         if let TraceSource::Campus(campus) = self {
             for copy_number in 0..copies {
                 // These seeds are far from those that a user chooses.
                 let seed = campus.seed.unwrap_or(seed).wrapping_add(u64::from(copy_number) << 32);
-                let campus = CampusSettings { seed: Some(seed), ..*campus };
+                let campus = CampusTrafficSettings { seed: Some(seed), ..*campus };
                 trace_copies.push((Box::new(CampusTrace::new(&campus, seed)), 0, copy_number));
             }
             return Ok(Box::new(TraceOverlay::new(trace_copies)));
         }
-        let duration_ns = self.duration_ns(seed, options)?;
+        let duration_ns = self.measure_duration_ns(seed, options)?;
         for copy_number in 0..copies {
             let start_ns = duration_ns * u64::from(copy_number) / u64::from(copies);
             trace_copies.push((
-                Box::new(TraceSlice::new(self.open(seed, options)?, start_ns, duration_ns)),
+                Box::new(TraceSlice::new(self.open_trace(seed, options)?, start_ns, duration_ns)),
                 0,
                 copy_number,
             ));
             if start_ns > 0 {
                 trace_copies.push((
-                    Box::new(TraceSlice::new(self.open(seed, options)?, 0, start_ns)),
+                    Box::new(TraceSlice::new(self.open_trace(seed, options)?, 0, start_ns)),
                     duration_ns - start_ns,
                     copy_number,
                 ));
@@ -109,8 +114,8 @@ impl TraceSource {
     }
 
     /// Returns the time just after the last packet (ns since the start of the trace).
-    fn duration_ns(&self, seed: u64, options: ReadOptions) -> Result<u64, TraceError> {
-        let mut trace = self.open(seed, options)?;
+    fn measure_duration_ns(&self, seed: u64, options: CaptureReadOptions) -> Result<u64, TraceError> {
+        let mut trace = self.open_trace(seed, options)?;
         if let Some(end_ns) = trace.end_ns() {
             return Ok(end_ns);
         }
@@ -123,15 +128,15 @@ impl TraceSource {
     }
 }
 
-fn open_file(path: &Path, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
-    let mut input = input::open(path)?;
-    if input.format != FileFormat::ArrivalLog {
-        return Ok(Box::new(CaptureTrace::start(input, path, options)));
+fn open_file(path: &Path, options: CaptureReadOptions) -> Result<Box<dyn Trace>, TraceError> {
+    let mut input = input::open_trace_file(path)?;
+    if input.format != TraceFileFormat::ArrivalLog {
+        return Ok(Box::new(CaptureTrace::start_reading(input, path, options)));
     }
     let path_text = path.display().to_string();
     let mut text = String::new();
     let result = input.reader.read_to_string(&mut text);
     result.map_err(|error| TraceError::File { path: path_text.clone(), error })?;
     let arrival_log = text.parse().map_err(|error| TraceError::ArrivalLog { path: path_text.clone(), error })?;
-    Ok(Box::new(ArrivalTrace::new(arrival_log, &path_text)?))
+    Ok(Box::new(ArrivalLogTrace::new(arrival_log, &path_text)?))
 }

@@ -12,10 +12,10 @@ use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 
 /// Environment variable that passes the command-line arguments to the child process ([`as_a_process`]).
-const ARGUMENTS_VARIABLE: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
+const CHILD_ARGUMENTS_VARIABLE: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
 
 #[derive(clap::Parser)]
-struct Cli {
+struct FigureCli {
     #[command(flatten)]
     figure: coreward_sim::figure::cli::FigureArgs,
 }
@@ -31,23 +31,23 @@ const ENDLESS_FIGURE: LiveFigure = LiveFigure {
     measure: |_, _| {
         println!("measuring");
         let start = Instant::now();
-        while !IS_INTERRUPTED.load(Ordering::Relaxed) {
+        while !IS_MEASUREMENT_INTERRUPTED.load(Ordering::Relaxed) {
             anyhow::ensure!(start.elapsed() < Duration::from_secs(60), "no command to end");
             std::thread::sleep(Duration::from_millis(10));
         }
         println!("tidied up");
         anyhow::bail!("ended by command")
     },
-    interrupt_measurement: Some(|| IS_INTERRUPTED.store(true, Ordering::Relaxed)),
+    interrupt_measurement: Some(|| IS_MEASUREMENT_INTERRUPTED.store(true, Ordering::Relaxed)),
 };
-static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static IS_MEASUREMENT_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Runs `coreward-lab figure` in a child process, to which the other tests send signals. It is not itself a test.
 #[test]
 #[ignore = "is started by the other tests of this file"]
 fn as_a_process() {
-    let arguments = std::env::var(ARGUMENTS_VARIABLE).expect("the tests of this file set it");
-    let cli = Cli::parse_from(["figure"].into_iter().chain(arguments.split('\n')));
+    let arguments = std::env::var(CHILD_ARGUMENTS_VARIABLE).expect("the tests of this file set it");
+    let cli = FigureCli::parse_from(["figure"].into_iter().chain(arguments.split('\n')));
     coreward_sim::figure::cli::run(cli.figure, &[ENDLESS_FIGURE]).unwrap();
 }
 
@@ -57,7 +57,7 @@ fn spawn_figure_command(arguments: &[&str]) -> Child {
     Command::new(std::env::current_exe().unwrap())
         // With one thread, libtest prints the test's name at the beginning of the first line.
         .args(["--ignored", "--exact", &format!("{module}::as_a_process"), "--nocapture", "--test-threads=2"])
-        .env(ARGUMENTS_VARIABLE, arguments.join("\n"))
+        .env(CHILD_ARGUMENTS_VARIABLE, arguments.join("\n"))
         .env("RAYON_NUM_THREADS", "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -79,7 +79,7 @@ fn write_scenario(directory: &Path, name: &str, requests: u64) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-fn file_names(directory: &Path) -> Vec<String> {
+fn list_file_names(directory: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
@@ -103,10 +103,10 @@ fn interruption_keeps_finished_figures_complete() {
     ]);
     let mut stdout = BufReader::new(child.stdout.take().unwrap()).lines();
     assert!(stdout.any(|line| line.unwrap() == "quick: t"), "the first figure was never reported");
-    terminate(&child);
+    terminate_child(&child);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stderr));
-    assert_eq!(file_names(&output_directory), ["index.html", "quick.csv", "quick.json", "quick.svg"]);
+    assert_eq!(list_file_names(&output_directory), ["index.html", "quick.csv", "quick.json", "quick.svg"]);
     assert!(std::fs::read_to_string(output_directory.join("index.html")).unwrap().ends_with("</html>\n"));
 }
 
@@ -117,14 +117,14 @@ fn interrupted_measurement_cleans_up_before_the_process_ends() {
     let mut child = spawn_figure_command(&["endless-live", "--out", output_directory.to_str().unwrap()]);
     let mut stdout = BufReader::new(child.stdout.take().unwrap()).lines();
     assert!(stdout.any(|line| line.unwrap() == "measuring"), "it never began");
-    terminate(&child);
+    terminate_child(&child);
     assert!(stdout.any(|line| line.unwrap() == "tidied up"), "it ended without tidying up");
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stderr));
-    assert!(file_names(&output_directory).is_empty());
+    assert!(list_file_names(&output_directory).is_empty());
 }
 
-fn terminate(child: &Child) {
+fn terminate_child(child: &Child) {
     let pid = nix::unistd::Pid::from_raw(child.id() as i32);
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
 }

@@ -5,9 +5,9 @@ use coreward_sim::figure::cli::{self, FigureArgs};
 use coreward_sim::figure::draw;
 use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::library;
-use coreward_sim::figure::live::{LiveFigure, Sample};
+use coreward_sim::figure::live::{LiveFigure, LiveFigureSample};
 use coreward_sim::figure::result::FigureResult;
-use coreward_sim::figure::scenario::Scenario;
+use coreward_sim::figure::scenario::FigureScenario;
 
 const SCENARIO_TOML: &str = r#"
 title = "What a packet costs"
@@ -49,18 +49,24 @@ const LIVE_FIGURE: LiveFigure = LiveFigure {
     interrupt_measurement: None,
 };
 
-fn build_sample(series: &str, x: f64, run: u64) -> Sample {
-    Sample { panel_title: "cost".into(), series_label: series.into(), x, run_number: run, y: x / 1000.0 + run as f64 }
+fn build_sample(series: &str, x: f64, run: u64) -> LiveFigureSample {
+    LiveFigureSample {
+        panel_title: "cost".into(),
+        series_label: series.into(),
+        x,
+        run_number: run,
+        y: x / 1000.0 + run as f64,
+    }
 }
 
 #[derive(clap::Parser)]
-struct Cli {
+struct FigureCli {
     #[command(flatten)]
     figure: FigureArgs,
 }
 
 fn run_figure_command(arguments: &[&str], live_figure: LiveFigure) -> anyhow::Result<()> {
-    cli::run(Cli::parse_from(["figure"].iter().chain(arguments)).figure, &[live_figure])
+    cli::run(FigureCli::parse_from(["figure"].iter().chain(arguments)).figure, &[live_figure])
 }
 
 #[test]
@@ -68,13 +74,13 @@ fn live_samples_give_table_verdict_and_page() {
     let directory = tempfile::tempdir().unwrap();
     let output_directory = directory.path().to_str().unwrap();
     run_figure_command(&["cheetah-5-live", "--out", output_directory], LIVE_FIGURE).unwrap();
-    let read_output = |name: &str| std::fs::read_to_string(directory.path().join(name)).unwrap();
+    let read_output_file = |name: &str| std::fs::read_to_string(directory.path().join(name)).unwrap();
     let expected_csv = "panel,series,x,median,low,high,published\n\
                     cost,stateless,1,25,20,30,\ncost,stateless,2,35,30,40,\n";
-    assert_eq!(read_output("cheetah-5-live.csv"), expected_csv);
-    let result: FigureResult = serde_json::from_str(&read_output("cheetah-5-live.json")).unwrap();
+    assert_eq!(read_output_file("cheetah-5-live.csv"), expected_csv);
+    let result: FigureResult = serde_json::from_str(&read_output_file("cheetah-5-live.json")).unwrap();
     assert!(result.claims[0].holds && result.provenance.measured_on.unwrap().starts_with("Linux "));
-    let page = read_output("index.html");
+    let page = read_output_file("index.html");
     for expected_text in
         ["What is measured.", "over 2 runs", "were measured, on the machine", "measured here, median of 2 runs"]
     {
@@ -96,7 +102,7 @@ const FIGURE_WITH_SIMULATED_SERIES: LiveFigure = LiveFigure {
         let samples = values.iter().flat_map(|x| runs.clone().map(|run| (*x, run)));
         let y_of_run = |run| if run == 1 { seconds } else { 0.0 };
         Ok(samples
-            .map(|(x, run)| Sample {
+            .map(|(x, run)| LiveFigureSample {
                 panel_title: "over load".into(),
                 series_label: "jsq".into(),
                 x,
@@ -122,18 +128,19 @@ fn simulated_series_is_drawn_with_the_measured_one() {
 
 #[test]
 fn simulated_series_need_a_live_figure_and_a_simulation() {
-    let parse_error = |text: &str| Scenario::parse("s.toml", text).unwrap_err().to_string();
+    let parsing_error_text = |text: &str| FigureScenario::parse("s.toml", text).unwrap_err().to_string();
     let toml_without_live = LIVE_AND_SIMULATED_TOML.replace("[live]\nminutes = 1\nseconds = 5\n", "");
-    assert!(parse_error(&toml_without_live).contains("simulated = true: expected [live]"));
+    assert!(parsing_error_text(&toml_without_live).contains("simulated = true: expected [live]"));
     let toml_without_simulation = SCENARIO_TOML.replacen("label = \"other\"", "label = \"other\"\nsimulated = true", 1);
-    assert!(parse_error(&toml_without_simulation).contains("one of [rpc], [lb], [pcc], [path] with it"));
+    assert!(parsing_error_text(&toml_without_simulation).contains("one of [rpc], [lb], [pcc], [path] with it"));
 }
 
 #[test]
 fn live_figures_are_listed_but_not_among_simulated_figures() {
-    let figure_names = |figures: Vec<EmbeddedScenario>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
-    let names_with_live = figure_names(library::simulated_and_live_figures(&[LIVE_FIGURE]));
-    assert!(!figure_names(library::simulated_figures()).contains(&"cheetah-5-live"));
+    let collect_figure_names =
+        |figures: Vec<EmbeddedScenario>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
+    let names_with_live = collect_figure_names(library::simulated_and_live_figures(&[LIVE_FIGURE]));
+    assert!(!collect_figure_names(library::simulated_figures()).contains(&"cheetah-5-live"));
     let position = names_with_live.iter().position(|name| *name == "cheetah-5-live").unwrap();
     assert_eq!(&names_with_live[position - 1..=position + 1], ["cheetah-2c", "cheetah-5-live", "cheetah-6"]);
 }

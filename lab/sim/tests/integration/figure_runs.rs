@@ -2,11 +2,11 @@
 
 use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::library;
-use coreward_sim::figure::result::{FigureResult, Provenance};
-use coreward_sim::figure::scenario::Scenario;
+use coreward_sim::figure::result::{FigureProvenance, FigureResult};
+use coreward_sim::figure::scenario::FigureScenario;
 use coreward_sim::figure::{draw, page, run};
 
-fn shrunk_scenario(embedded_scenario: &EmbeddedScenario) -> Scenario {
+fn build_shrunk_scenario(embedded_scenario: &EmbeddedScenario) -> FigureScenario {
     let shrink_line = |line: &str| match line.split_once(" = ") {
         Some(("seeds", _)) => "seeds = 1".to_owned(),
         Some(("connections", _)) => "connections = 500".to_owned(),
@@ -15,20 +15,21 @@ fn shrunk_scenario(embedded_scenario: &EmbeddedScenario) -> Scenario {
         _ => line.to_owned(),
     };
     let text: String = embedded_scenario.toml_text.lines().map(|text| shrink_line(text) + "\n").collect();
-    Scenario::parse(embedded_scenario.name, &text).unwrap_or_else(|error| panic!("{error}"))
+    FigureScenario::parse(embedded_scenario.name, &text).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn run_figure(embedded_scenario: &EmbeddedScenario, scenario: &Scenario) -> FigureResult {
-    let table = run::run(scenario, &|_, _| {}).unwrap_or_else(|error| panic!("{}: {error:#}", embedded_scenario.name));
+fn run_figure(embedded_scenario: &EmbeddedScenario, scenario: &FigureScenario) -> FigureResult {
+    let table = run::simulate_scenario(scenario, &|_, _| {})
+        .unwrap_or_else(|error| panic!("{}: {error:#}", embedded_scenario.name));
     FigureResult::new(
         embedded_scenario.name,
-        Provenance::new("command".into(), embedded_scenario.toml_text),
+        FigureProvenance::new("command".into(), embedded_scenario.toml_text),
         scenario,
         table,
     )
 }
 
-fn render_files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
+fn render_files(result: &FigureResult, scenario: &FigureScenario) -> [String; 4] {
     let page = page::render_page(&[(result.clone(), scenario.clone())]);
     [result.table.to_csv(), draw::render_svg(scenario, &result.table), serde_json::to_string(result).unwrap(), page]
 }
@@ -36,7 +37,7 @@ fn render_files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
 #[test]
 fn every_scenario_gives_a_complete_figure() {
     for embedded_scenario in library::simulated_figures() {
-        let scenario = shrunk_scenario(&embedded_scenario);
+        let scenario = build_shrunk_scenario(&embedded_scenario);
         let result = run_figure(&embedded_scenario, &scenario);
         let name = embedded_scenario.name;
         for (panel, panel_table) in scenario.panel.iter().zip(&result.table.panels) {
@@ -48,7 +49,7 @@ fn every_scenario_gives_a_complete_figure() {
         let judged_claims = result.claims.iter().filter(|claim| claim.measured.is_some()).count();
         assert_eq!(judged_claims, scenario.claim.len(), "{name}: a claim has nothing to judge");
         let [csv, svg, json, page] = render_files(&result, &scenario);
-        assert_eq!(csv.lines().count(), result.table.rows().len() + 1, "{name}");
+        assert_eq!(csv.lines().count(), result.table.csv_rows().len() + 1, "{name}");
         assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{name}");
         let labels = scenario.series.iter().map(|series| series.label.get_ref().as_str());
         for label in labels {
@@ -63,7 +64,7 @@ fn every_scenario_gives_a_complete_figure() {
 fn results_do_not_depend_on_the_number_of_threads() {
     for name in ["turbo-2b", "crossrss-2b"] {
         let embedded_scenario = library::find_figure(name, &library::simulated_figures()).unwrap();
-        let scenario = shrunk_scenario(&embedded_scenario);
+        let scenario = build_shrunk_scenario(&embedded_scenario);
         let render_with_thread_count = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| render_files(&run_figure(&embedded_scenario, &scenario), &scenario))
@@ -75,7 +76,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
 #[test]
 fn figure_page_needs_no_external_resources() {
     let embedded_scenario = library::find_figure("turbo-11", &library::simulated_figures()).unwrap();
-    let scenario = shrunk_scenario(&embedded_scenario);
+    let scenario = build_shrunk_scenario(&embedded_scenario);
     let [.., page] = render_files(&run_figure(&embedded_scenario, &scenario), &scenario);
     for external_reference in ["<script", "<link", "src=", "href=\"http", "url(", "@import"] {
         assert!(!page.contains(external_reference), "the page has {external_reference}");

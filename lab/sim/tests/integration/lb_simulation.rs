@@ -2,27 +2,27 @@
 //! results, and with invalid input.
 
 use coreward_model::arrivals::Workload;
-use coreward_model::policy::policy_by_name;
+use coreward_model::policy::create_policy_by_name;
 use coreward_model::replay::{PlacementMethod, ReplaySettings, replay_for_variances};
-use coreward_sim::lb::{Config, Error, Outcome, PolicyOutcome, run};
-use coreward_sim::trace::capture::{ReadOptions, writer};
+use coreward_sim::lb::{Error, LbSimulationConfig, LbSimulationOutcome, PolicyOutcome, run};
+use coreward_sim::trace::capture::{CaptureReadOptions, writer};
 use coreward_sim::trace::{TraceError, TraceSource};
 
-fn build_config(trace: &str, policies: &[&str], seeds: std::ops::RangeInclusive<u64>) -> Config {
-    Config {
+fn build_config(trace: &str, policies: &[&str], seeds: std::ops::RangeInclusive<u64>) -> LbSimulationConfig {
+    LbSimulationConfig {
         trace: trace.parse().unwrap(),
         policies: policies.iter().map(|name| (*name).to_owned()).collect(),
         seeds: seeds.collect(),
-        ..Config::default()
+        ..LbSimulationConfig::default()
     }
 }
 
-fn policy_outcome<'a>(outcome: &'a Outcome, policy: &str) -> &'a PolicyOutcome {
+fn find_policy_outcome<'a>(outcome: &'a LbSimulationOutcome, policy: &str) -> &'a PolicyOutcome {
     outcome.policies.iter().find(|outcome| outcome.policy == policy).unwrap()
 }
 
-fn core_variance_pct(outcome: &Outcome, policy: &str) -> f64 {
-    policy_outcome(outcome, policy).core_variance_pct.median
+fn core_variance_pct(outcome: &LbSimulationOutcome, policy: &str) -> f64 {
+    find_policy_outcome(outcome, policy).core_variance_pct.median
 }
 
 /// Compares the variances of the policies. In CrossRSS (CoNEXT'20, Fig. 2a), the variance between cores is 0.26 % with
@@ -40,7 +40,7 @@ fn crossrss_has_less_variance_between_cores_than_other_policies() {
         "{} against {best_other_variance}",
         core_variance_pct(&outcome, "crossrss")
     );
-    let server_variance_pct = |policy| policy_outcome(&outcome, policy).server_variance_pct.median;
+    let server_variance_pct = |policy| find_policy_outcome(&outcome, policy).server_variance_pct.median;
     assert!(server_variance_pct("crossrss") < server_variance_pct("rr"));
     assert!(outcome.policies.iter().all(|policy| policy.dropped_pct.high == 0.0));
 }
@@ -60,7 +60,7 @@ fn crossrss_plus_is_near_the_oracle_after_a_cold_start() {
 fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
     let outcome = run(&build_config("burst", &["rr", "crossrss", "crossrss-plus"], 1..=30)).unwrap();
     assert!(core_variance_pct(&outcome, "crossrss-plus") <= 1.05 * core_variance_pct(&outcome, "rr"));
-    let max_over_mean = |policy| policy_outcome(&outcome, policy).max_over_mean.median;
+    let max_over_mean = |policy| find_policy_outcome(&outcome, policy).max_over_mean.median;
     assert!(max_over_mean("crossrss-plus") <= 1.05 * max_over_mean("rr"));
     // The published policy sends the whole burst to one server, which is the reason for crossrss-plus.
     assert!(core_variance_pct(&outcome, "crossrss") > 10.0 * core_variance_pct(&outcome, "rr"));
@@ -70,18 +70,22 @@ fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
 /// at the same load.
 #[test]
 fn balanced_cores_serve_more_packets_near_saturation() {
-    let loaded_config = Config {
+    let loaded_config = LbSimulationConfig {
         core_capacity_pps: Some(19_500.0),
         ..build_config("campus:history=100,seconds=4", &["hash", "crossrss"], 1..=6)
     };
     let outcome = run(&loaded_config).unwrap();
-    let (hash, crossrss) = (policy_outcome(&outcome, "hash"), policy_outcome(&outcome, "crossrss"));
+    let (hash, crossrss) = (find_policy_outcome(&outcome, "hash"), find_policy_outcome(&outcome, "crossrss"));
     assert!(crossrss.throughput_pps.median > 1.02 * hash.throughput_pps.median);
     assert!(crossrss.dropped_pct.median < hash.dropped_pct.median);
     for (hash, crossrss) in hash.seeds.iter().zip(&crossrss.seeds) {
         // Every packet is served or dropped, except those in queues, of which each of 16 cores holds at most 128.
-        let offered_pps = |seed: &coreward_sim::lb::SeedResult| seed.throughput_pps / (1.0 - seed.dropped_pct / 100.0);
-        assert!((offered_pps(hash) - offered_pps(crossrss)).abs() < 2.0 * 128.0 * 16.0 / 3.0, "{hash:?} {crossrss:?}");
+        let compute_offered_pps =
+            |seed: &coreward_sim::lb::LbSeedResult| seed.throughput_pps / (1.0 - seed.dropped_pct / 100.0);
+        assert!(
+            (compute_offered_pps(hash) - compute_offered_pps(crossrss)).abs() < 2.0 * 128.0 * 16.0 / 3.0,
+            "{hash:?} {crossrss:?}"
+        );
         assert!(crossrss.throughput_pps <= 16.0 * 19_500.0 * 1.001);
     }
 }
@@ -99,7 +103,7 @@ fn simulation_of_arrival_logs_agrees_with_their_replay() {
         let outcome = run(&build_config(path.to_str().unwrap(), &["crossrss-plus", "rr"], seed..=seed)).unwrap();
         simulated_variances.push(["crossrss-plus", "rr"].map(|policy| core_variance_pct(&outcome, policy)));
         replayed_variances.push(["crossrss-plus", "rr"].map(|policy| {
-            let mut policy = policy_by_name(policy, seed).unwrap();
+            let mut policy = create_policy_by_name(policy, seed).unwrap();
             replay_for_variances(
                 &arrival_log,
                 ReplaySettings { seed, ..ReplaySettings::default() },
@@ -124,7 +128,7 @@ fn capture_gives_same_results_as_its_generated_trace() {
     let source: TraceSource = "campus:seed=3,flows=500,seconds=4,history=0".parse().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("campus.pcap");
-    let mut trace = source.open(1, ReadOptions::default()).unwrap();
+    let mut trace = source.open_trace(1, CaptureReadOptions::default()).unwrap();
     writer::write_capture(trace.as_mut(), 96, std::fs::File::create(&path).unwrap()).unwrap();
     let policies = ["hash", "rr", "pow2", "crossrss"];
     let generated_outcome =
@@ -138,7 +142,8 @@ fn capture_gives_same_results_as_its_generated_trace() {
         assert!((0.9..1.1).contains(&ratio), "{policy}: {ratio}");
     }
     // Copies are shifted in time, so the sum of several copies is smoother.
-    let overlaid_config = Config { trace_copy_count: 8, ..build_config(path.to_str().unwrap(), &["hash"], 1..=3) };
+    let overlaid_config =
+        LbSimulationConfig { trace_copy_count: 8, ..build_config(path.to_str().unwrap(), &["hash"], 1..=3) };
     let overlaid_outcome = run(&overlaid_config).unwrap();
     assert_eq!(overlaid_outcome.packets, 8 * captured_outcome.packets);
     assert!(core_variance_pct(&overlaid_outcome, "hash") < 0.6 * core_variance_pct(&captured_outcome, "hash"));
@@ -166,7 +171,7 @@ fn equal_seeds_give_equal_results_on_any_number_of_threads() {
 #[test]
 fn faster_replay_offers_a_higher_packet_rate() {
     let slow_config = build_config("campus:seed=1,seconds=6,history=0", &["hash"], 1..=1);
-    let fast_config = Config { replay_speed: 2.0, ..slow_config.clone() };
+    let fast_config = LbSimulationConfig { replay_speed: 2.0, ..slow_config.clone() };
     let (slow_outcome, fast_outcome) = (run(&slow_config).unwrap(), run(&fast_config).unwrap());
     assert_eq!(slow_outcome.packets, fast_outcome.packets);
     let ratio = fast_outcome.policies[0].throughput_pps.median / slow_outcome.policies[0].throughput_pps.median;
@@ -177,28 +182,31 @@ fn faster_replay_offers_a_higher_packet_rate() {
 /// crossrss-plus needs all eight.
 #[test]
 fn racks_with_enough_candidates_do_not_change_tables() {
-    let config_without_racks =
-        Config { servers: 12, ..build_config("campus:seconds=3,history=20", &["crossrss", "crossrss-plus"], 1..=1) };
+    let config_without_racks = LbSimulationConfig {
+        servers: 12,
+        ..build_config("campus:seconds=3,history=20", &["crossrss", "crossrss-plus"], 1..=1)
+    };
     let outcome_without_racks = run(&config_without_racks).unwrap();
     let run_with_racks = |racks, rack_candidates| {
-        run(&Config { rack_controller_count: Some(racks), rack_candidates, ..config_without_racks.clone() }).unwrap()
+        run(&LbSimulationConfig { rack_controller_count: Some(racks), rack_candidates, ..config_without_racks.clone() })
+            .unwrap()
     };
     assert_eq!(run_with_racks(3, 8).policies, outcome_without_racks.policies);
     let outcome_with_one_candidate = run_with_racks(3, 1);
     assert_eq!(
-        policy_outcome(&outcome_with_one_candidate, "crossrss"),
-        policy_outcome(&outcome_without_racks, "crossrss")
+        find_policy_outcome(&outcome_with_one_candidate, "crossrss"),
+        find_policy_outcome(&outcome_without_racks, "crossrss")
     );
     assert_ne!(
-        policy_outcome(&outcome_with_one_candidate, "crossrss-plus"),
-        policy_outcome(&outcome_without_racks, "crossrss-plus")
+        find_policy_outcome(&outcome_with_one_candidate, "crossrss-plus"),
+        find_policy_outcome(&outcome_without_racks, "crossrss-plus")
     );
 }
 
 #[test]
 fn delayed_tables_change_the_placement() {
     let immediate_config = build_config("campus:seconds=3,history=20", &["crossrss"], 1..=1);
-    let delayed_config = Config { table_delay_ms: 99, ..immediate_config.clone() };
+    let delayed_config = LbSimulationConfig { table_delay_ms: 99, ..immediate_config.clone() };
     let [immediate_outcomes, delayed_outcomes] =
         [immediate_config, delayed_config].map(|config| run(&config).unwrap().policies);
     assert_ne!(immediate_outcomes, delayed_outcomes);
@@ -206,29 +214,42 @@ fn delayed_tables_change_the_placement() {
 
 #[test]
 fn invalid_configurations_are_rejected() {
-    let run_error = |config: Config| run(&config).unwrap_err().to_string();
-    let campus_config = || build_config("campus:seconds=2,history=0", &["hash"], 1..=1);
-    assert_eq!(run_error(Config { servers: 0, ..campus_config() }), "servers 0: expected 1 to 16384");
-    assert_eq!(run_error(Config { cores_per_server: 0, ..campus_config() }), "cores 0: expected at least 1");
-    let too_many_cores = Config { servers: 1_000, cores_per_server: 100, ..campus_config() };
-    assert_eq!(run_error(too_many_cores), "servers x cores 100000: expected at most 65536 cores in all");
-    assert_eq!(run_error(Config { report_interval_ms: 0, ..campus_config() }), "report-ms 0: expected 1 to 10000");
+    let config_error_text = |config: LbSimulationConfig| run(&config).unwrap_err().to_string();
+    let build_campus_config = || build_config("campus:seconds=2,history=0", &["hash"], 1..=1);
     assert_eq!(
-        run_error(Config { rack_controller_count: Some(5), ..campus_config() }),
+        config_error_text(LbSimulationConfig { servers: 0, ..build_campus_config() }),
+        "servers 0: expected 1 to 16384"
+    );
+    assert_eq!(
+        config_error_text(LbSimulationConfig { cores_per_server: 0, ..build_campus_config() }),
+        "cores 0: expected at least 1"
+    );
+    let too_many_cores = LbSimulationConfig { servers: 1_000, cores_per_server: 100, ..build_campus_config() };
+    assert_eq!(config_error_text(too_many_cores), "servers x cores 100000: expected at most 65536 cores in all");
+    assert_eq!(
+        config_error_text(LbSimulationConfig { report_interval_ms: 0, ..build_campus_config() }),
+        "report-ms 0: expected 1 to 10000"
+    );
+    assert_eq!(
+        config_error_text(LbSimulationConfig { rack_controller_count: Some(5), ..build_campus_config() }),
         "racks 5: expected 1 to 4, the number of servers"
     );
-    assert_eq!(run_error(Config { rack_candidates: 9, ..campus_config() }), "rack-candidates 9: expected 1 to 8");
     assert_eq!(
-        run_error(Config { table_delay_ms: 100, ..campus_config() }),
+        config_error_text(LbSimulationConfig { rack_candidates: 9, ..build_campus_config() }),
+        "rack-candidates 9: expected 1 to 8"
+    );
+    assert_eq!(
+        config_error_text(LbSimulationConfig { table_delay_ms: 100, ..build_campus_config() }),
         "table-delay-ms 100: expected less than the 100 ms between reports"
     );
     assert!(
-        run_error(Config { core_capacity_pps: Some(0.0), ..campus_config() })
+        config_error_text(LbSimulationConfig { core_capacity_pps: Some(0.0), ..build_campus_config() })
             .starts_with("core-capacity 0: expected 1 to")
     );
-    let unknown_policy_error = run_error(Config { policies: vec!["crosrss".to_owned()], ..campus_config() });
+    let unknown_policy_error =
+        config_error_text(LbSimulationConfig { policies: vec!["crosrss".to_owned()], ..build_campus_config() });
     assert!(unknown_policy_error.contains("did you mean crossrss"), "{unknown_policy_error}");
-    let short_trace_error = run_error(Config { window_ms: 1_500, ..campus_config() });
+    let short_trace_error = config_error_text(LbSimulationConfig { window_ms: 1_500, ..build_campus_config() });
     assert!(
         short_trace_error.contains("the trace lasts 2.000 s") && short_trace_error.contains("at least 3000 ms"),
         "{short_trace_error}"
@@ -249,7 +270,7 @@ fn invalid_traces_are_rejected() {
     let mut trace = "campus:seed=1,flows=50,seconds=3,history=0"
         .parse::<TraceSource>()
         .unwrap()
-        .open(1, ReadOptions::default())
+        .open_trace(1, CaptureReadOptions::default())
         .unwrap();
     writer::write_capture(trace.as_mut(), 64, std::fs::File::create(path).unwrap()).unwrap();
     assert!(matches!(run(&build_config(path, &["oracle"], 1..=1)), Err(Error::OracleNeedsRates)));

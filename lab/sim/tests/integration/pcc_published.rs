@@ -2,20 +2,20 @@
 //! values.
 
 use coreward_model::placement::BucketCount;
-use coreward_sim::output::{Format, Printable as _};
-use coreward_sim::pcc::{ArrivalProcess, ClusterUpdates, Config, MethodOutcome, PerSecondCounts, run};
+use coreward_sim::output::{PrintableResult as _, ResultFormat};
+use coreward_sim::pcc::{ArrivalProcess, ClusterUpdates, MethodOutcome, PccSimulationConfig, PerSecondCounts, run};
 use coreward_sim::seed_summary::SeedSummary;
 
-fn build_config(methods: &[&str], connections: f64, updates_per_minute: f64) -> Config {
-    Config {
+fn build_config(methods: &[&str], connections: f64, updates_per_minute: f64) -> PccSimulationConfig {
+    PccSimulationConfig {
         arrivals: ArrivalProcess::OpenLoop { mean_open_connections: connections },
         updates: ClusterUpdates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
         methods: methods.iter().map(|name| name.parse().unwrap()).collect(),
-        ..Config::default()
+        ..PccSimulationConfig::default()
     }
 }
 
-fn run_methods(config: &Config) -> Vec<MethodOutcome> {
+fn run_methods(config: &PccSimulationConfig) -> Vec<MethodOutcome> {
     run(config).unwrap().methods
 }
 
@@ -27,7 +27,8 @@ fn imbalance_excess_pct(outcome: &MethodOutcome) -> f64 {
 #[test]
 fn broken_connections_are_as_in_cheetah_figure_2a() {
     let methods = ["hash", "consistent-hash", "beamer", "cheetah:rr"];
-    let outcomes = run_methods(&Config { minutes: 4.0, ..build_config(&methods, 20_000.0, 80.0) });
+    let outcomes =
+        run_methods(&PccSimulationConfig { measured_minutes: 4.0, ..build_config(&methods, 20_000.0, 80.0) });
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| outcomes[method].broken_pct);
     // The published value is almost 1 %.
     assert!((0.7..1.2).contains(&beamer.median), "{beamer:?}");
@@ -41,7 +42,7 @@ fn broken_connections_are_as_in_cheetah_figure_2a() {
 #[test]
 fn imbalance_is_as_in_cheetah_figure_2b() {
     let methods = ["beamer", "consistent-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
-    let outcomes = run_methods(&Config { minutes: 1.0, ..build_config(&methods, 70_000.0, 0.0) });
+    let outcomes = run_methods(&PccSimulationConfig { measured_minutes: 1.0, ..build_config(&methods, 70_000.0, 0.0) });
     let [beamer, ring, round_robin, pow2, least] =
         [0, 1, 2, 3, 4].map(|method| imbalance_excess_pct(&outcomes[method]));
     // The largest of 468 Poisson counts with mean 150 is about 24 % above the mean.
@@ -72,7 +73,7 @@ fn threshold_trades_broken_connections_for_balance_as_in_cheetah_figure_2c() {
 
 #[test]
 fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
-    let config = Config::cheetah_figure_9();
+    let config = PccSimulationConfig::for_cheetah_figure_9();
     let method_outcomes = run_methods(&config);
     let median_over_seeds = |method: &MethodOutcome, second: usize, to_value: fn(&PerSecondCounts) -> f64| {
         let values: Vec<f64> = method.runs.iter().map(|run| to_value(&run.per_second_counts[second])).collect();
@@ -80,7 +81,7 @@ fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
     };
     let peak_broken_pct = |method: &MethodOutcome, first_second: usize, end_second: usize| {
         (first_second..end_second)
-            .map(|second| median_over_seeds(method, second, PerSecondCounts::broken_pct))
+            .map(|second| median_over_seeds(method, second, PerSecondCounts::broken_connection_pct))
             .fold(0.0, f64::max)
     };
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| &method_outcomes[method]);
@@ -111,9 +112,10 @@ fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
 #[test]
 fn lb_changes_break_connections_of_stateful_hashing() {
     let methods = ["hash", "beamer", "stateful-hash", "stateful-hash:consistent-hash", "cheetah:least"];
-    let mut config = Config { servers: 50, load_balancers: 4, ..build_config(&methods, 2_000.0, 20.0) };
-    let broken_pcts =
-        |config: &Config| run_methods(config).iter().map(|outcome| outcome.broken_pct.median).collect::<Vec<_>>();
+    let mut config = PccSimulationConfig { servers: 50, load_balancers: 4, ..build_config(&methods, 2_000.0, 20.0) };
+    let broken_pcts = |config: &PccSimulationConfig| {
+        run_methods(config).iter().map(|outcome| outcome.broken_pct.median).collect::<Vec<_>>()
+    };
     let server_change_pcts = broken_pcts(&config);
     config.updates = ClusterUpdates::PerMinute { servers: 20.0, load_balancers: 6.0 };
     let both_changes_pcts = broken_pcts(&config);
@@ -135,10 +137,10 @@ fn lb_changes_break_connections_of_stateful_hashing() {
 
 #[test]
 fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
-    let config = Config {
+    let config = PccSimulationConfig {
         servers: 30,
         load_balancers: 3,
-        minutes: 0.5,
+        measured_minutes: 0.5,
         seed_count: 3,
         report_interval_ms: 500,
         bucket_count: BucketCount::PAPER_VALUE,
@@ -155,17 +157,18 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
     };
     let (with_one, with_three) = (run_with_threads(1), run_with_threads(3));
     assert_eq!(with_one, with_three);
-    assert_eq!(with_one.render(Format::Json), with_three.render(Format::Json));
+    assert_eq!(with_one.render(ResultFormat::Json), with_three.render(ResultFormat::Json));
     // The results for a seed do not depend on the number of seeds, and different seeds yield different results.
-    let two_seed_outcome = run(&Config { seed_count: 2, ..config.clone() }).unwrap();
+    let two_seed_outcome = run(&PccSimulationConfig { seed_count: 2, ..config.clone() }).unwrap();
     assert_eq!(two_seed_outcome.methods[0].runs, with_one.methods[0].runs[..2]);
     assert_ne!(with_one.methods[0].runs[0], with_one.methods[0].runs[1]);
 }
 
 #[test]
 fn output_has_the_documented_fields() {
-    let outcome = run(&Config { servers: 5, ..build_config(&["hash", "beamer:0.1"], 100.0, 5.0) }).unwrap();
-    let json: serde_json::Value = serde_json::from_str(&outcome.render(Format::Json)).unwrap();
+    let outcome =
+        run(&PccSimulationConfig { servers: 5, ..build_config(&["hash", "beamer:0.1"], 100.0, 5.0) }).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&outcome.render(ResultFormat::Json)).unwrap();
     assert_eq!(json["methods"][1]["method"], "beamer:0.1");
     for metric in ["broken_pct", "imbalance"] {
         for statistic in ["median", "mean", "low", "high"] {
@@ -174,48 +177,72 @@ fn output_has_the_documented_fields() {
     }
     let header =
         "method,broken %,broken low,broken high,imbalance,imbalance low,imbalance high,connections,updates\nhash,";
-    assert!(outcome.render(Format::Csv).starts_with(header));
+    assert!(outcome.render(ResultFormat::Csv).starts_with(header));
 }
 
 #[test]
 fn impossible_configurations_are_rejected() {
-    let run_error = |config: Config| run(&config).unwrap_err().to_string();
-    let server_updates = |rate| ClusterUpdates::PerMinute { servers: rate, load_balancers: 0.0 };
-    let valid_config = Config::default;
-    assert_eq!(run_error(Config { servers: 0, ..valid_config() }), "0 servers: expected 1 to 7000");
-    assert_eq!(run_error(Config { servers: 7_001, ..valid_config() }), "7001 servers: expected 1 to 7000");
+    let config_error_text = |config: PccSimulationConfig| run(&config).unwrap_err().to_string();
+    let build_server_updates = |rate| ClusterUpdates::PerMinute { servers: rate, load_balancers: 0.0 };
+    let valid_config = PccSimulationConfig::default;
     assert_eq!(
-        run_error(Config { updates: server_updates(-1.0), ..valid_config() }),
+        config_error_text(PccSimulationConfig { servers: 0, ..valid_config() }),
+        "0 servers: expected 1 to 7000"
+    );
+    assert_eq!(
+        config_error_text(PccSimulationConfig { servers: 7_001, ..valid_config() }),
+        "7001 servers: expected 1 to 7000"
+    );
+    assert_eq!(
+        config_error_text(PccSimulationConfig { updates: build_server_updates(-1.0), ..valid_config() }),
         "-1 updates per minute: expected a number from 0 to 6000"
     );
     assert_eq!(
-        run_error(Config { updates: server_updates(f64::NAN), ..valid_config() }),
+        config_error_text(PccSimulationConfig { updates: build_server_updates(f64::NAN), ..valid_config() }),
         "NaN updates per minute: expected a number from 0 to 6000"
     );
     assert_eq!(
-        run_error(Config { arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 0.0 }, ..valid_config() }),
+        config_error_text(PccSimulationConfig {
+            arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 0.0 },
+            ..valid_config()
+        }),
         "0 connections: expected a number from 1 to 10000000"
     );
     assert_eq!(
-        run_error(Config { minutes: 0.0, ..valid_config() }),
+        config_error_text(PccSimulationConfig { measured_minutes: 0.0, ..valid_config() }),
         "0 minutes: expected a number above 0, at most 1440"
     );
-    assert_eq!(run_error(Config { load_balancers: 33, ..valid_config() }), "33 load balancers: expected 1 to 32");
-    assert_eq!(run_error(Config { methods: vec![], ..valid_config() }), "no methods: expected at least one");
-    assert_eq!(run_error(Config { seed_count: 0, ..valid_config() }), "0 seeds: expected 1 to 1000");
     assert_eq!(
-        run_error(Config { report_interval_ms: 5, ..valid_config() }),
+        config_error_text(PccSimulationConfig { load_balancers: 33, ..valid_config() }),
+        "33 load balancers: expected 1 to 32"
+    );
+    assert_eq!(
+        config_error_text(PccSimulationConfig { methods: vec![], ..valid_config() }),
+        "no methods: expected at least one"
+    );
+    assert_eq!(
+        config_error_text(PccSimulationConfig { seed_count: 0, ..valid_config() }),
+        "0 seeds: expected 1 to 1000"
+    );
+    assert_eq!(
+        config_error_text(PccSimulationConfig { report_interval_ms: 5, ..valid_config() }),
         "reports every 5 ms: expected 10 to 60000"
     );
-    assert_eq!(run_error(Config { cores_per_server: 0, ..valid_config() }), "0 cores: expected 1 to 128");
     assert_eq!(
-        run_error(Config { buckets_per_server: 0, ..valid_config() }),
+        config_error_text(PccSimulationConfig { cores_per_server: 0, ..valid_config() }),
+        "0 cores: expected 1 to 128"
+    );
+    assert_eq!(
+        config_error_text(PccSimulationConfig { buckets_per_server: 0, ..valid_config() }),
         "0 buckets per server: expected 1 to 1000"
     );
     let unordered_changes =
         vec![(2.0, coreward_sim::pcc::ClusterChange::AddServer), (1.0, coreward_sim::pcc::ClusterChange::RemoveServer)];
     assert_eq!(
-        run_error(Config { updates: ClusterUpdates::Scheduled(unordered_changes), ..valid_config() }),
+        config_error_text(PccSimulationConfig {
+            updates: ClusterUpdates::Scheduled(unordered_changes),
+            ..valid_config()
+        }),
         "a change at second 1: expected a number from 0 on, none before the one that it follows"
     );
 }

@@ -7,8 +7,8 @@ use coreward_model::dispatch::{
     Dispatcher, JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, Lambda, RoundRobinDispatcher,
 };
 use coreward_sim::rpc::server::{
-    Cores, DisciplineCores, FifoCores, NicServer, PriorityCores, ProcessorSharing, Request, Response, ResponseSink,
-    Server, StealingCores,
+    FifoCores, NicServer, PriorityCores, ProcessorSharingCores, QueueDisciplineCores, QueueingServer, ResponseSink,
+    ServerCores, SimulatedRequest, SimulatedResponse, StealingCores,
 };
 use proptest::prelude::*;
 
@@ -16,21 +16,25 @@ use proptest::prelude::*;
 struct CollectedDepartures(Vec<(u64, u32)>);
 
 impl ResponseSink for CollectedDepartures {
-    fn handle_response(&mut self, response: &Response) {
+    fn handle_response(&mut self, response: &SimulatedResponse) {
         self.0.push((response.departed_at, response.request.request_hash));
     }
 }
 
 /// Simulates the requests, and returns the time and number of each departure, sorted.
-fn simulate_departures(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Cores) -> Vec<(u64, u32)> {
+fn simulate_departures(
+    requests: &[SimulatedRequest],
+    dispatcher: impl Dispatcher,
+    cores: impl ServerCores,
+) -> Vec<(u64, u32)> {
     let mut server = NicServer::new(dispatcher, cores, 2);
     let mut responses = CollectedDepartures::default();
     for request in requests {
         server.advance(request.arrived_at, &mut responses);
-        Server::<CollectedDepartures>::add_request(&mut server, *request);
+        QueueingServer::<CollectedDepartures>::add_request(&mut server, *request);
     }
     server.advance(u64::MAX - 1, &mut responses);
-    assert_eq!(Server::<CollectedDepartures>::outstanding_count(&server), 0);
+    assert_eq!(QueueingServer::<CollectedDepartures>::outstanding_count(&server), 0);
     responses.0.sort_unstable();
     responses.0
 }
@@ -49,7 +53,7 @@ enum ReferenceEvent {
 
 /// Reference simulator, which has one heap of events and searches all cores for every choice.
 struct ReferenceSimulator<'a> {
-    requests: &'a [Request],
+    requests: &'a [SimulatedRequest],
     interface_latency: u64,
     events: BinaryHeap<Reverse<(u64, ReferenceEvent)>>,
     core_loads: Vec<(u64, u64)>,
@@ -59,7 +63,7 @@ struct ReferenceSimulator<'a> {
 }
 
 impl<'a> ReferenceSimulator<'a> {
-    fn new(requests: &'a [Request], cores: usize, interface_latency: u64) -> Self {
+    fn new(requests: &'a [SimulatedRequest], cores: usize, interface_latency: u64) -> Self {
         let arrivals = requests.iter().enumerate();
         Self {
             requests,
@@ -115,8 +119,8 @@ impl<'a> ReferenceSimulator<'a> {
 }
 
 /// Returns the departures in the reference simulator, sorted.
-fn reference_departures(
-    requests: &[Request],
+fn simulate_reference_departures(
+    requests: &[SimulatedRequest],
     cores: usize,
     latency: u64,
     queue_bound: u64,
@@ -142,18 +146,18 @@ fn choose_lightest_queue(core_loads: &[(u64, u64)], _queue_bound: u64) -> Option
 
 /// Returns a strategy for requests of two services, in bursts with gaps between them. No two requests arrive at the
 /// same time.
-fn requests() -> impl Strategy<Value = Vec<Request>> {
+fn request_list_strategy() -> impl Strategy<Value = Vec<SimulatedRequest>> {
     prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn_requests| {
         let mut arrived_at = 0;
         let build_request = |(index, (arrival_gap, work, is_low_priority)): (usize, (u64, u64, bool))| {
             arrived_at += arrival_gap;
-            Request {
+            SimulatedRequest {
                 arrived_at,
                 work,
                 request_hash: index as u32,
                 flow_hash: 0,
-                connection: 0,
-                class: 0,
+                connection_number: 0,
+                class_index: 0,
                 service: u8::from(is_low_priority),
             }
         };
@@ -162,33 +166,35 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
 }
 
 /// Returns the requests with all their services set to 0.
-fn with_one_service(requests: &[Request]) -> Vec<Request> {
-    requests.iter().map(|request| Request { service: 0, ..*request }).collect()
+fn with_one_service(requests: &[SimulatedRequest]) -> Vec<SimulatedRequest> {
+    requests.iter().map(|request| SimulatedRequest { service: 0, ..*request }).collect()
 }
 
 proptest! {
     #[test]
     fn fifo_core_departures_equal_the_reference_simulator(
-        requests in requests(), cores in 1u16..9, latency in 0u64..50, queue_bound in 1u16..5,
+        requests in request_list_strategy(), cores in 1u16..9, latency in 0u64..50, queue_bound in 1u16..5,
     ) {
         let requests = with_one_service(&requests);
-        let fifo_cores = || FifoCores::new(cores, latency);
+        let build_fifo_cores = || FifoCores::new(cores, latency);
         let expected_departures =
-            |queue_bound, choose| reference_departures(&requests, usize::from(cores), latency, queue_bound, choose);
+            |queue_bound, choose| {
+                simulate_reference_departures(&requests, usize::from(cores), latency, queue_bound, choose)
+            };
         let bounded_dispatcher = JoinShortestQueue::bounded(cores, queue_bound.try_into().unwrap());
         let unbounded_dispatcher = JoinShortestQueue::unbounded(cores);
-        prop_assert_eq!(simulate_departures(&requests, unbounded_dispatcher, fifo_cores()),
+        prop_assert_eq!(simulate_departures(&requests, unbounded_dispatcher, build_fifo_cores()),
             expected_departures(u64::MAX, choose_shortest_queue));
-        prop_assert_eq!(simulate_departures(&requests, bounded_dispatcher, fifo_cores()),
+        prop_assert_eq!(simulate_departures(&requests, bounded_dispatcher, build_fifo_cores()),
             expected_departures(u64::from(queue_bound), choose_shortest_queue));
-        prop_assert_eq!(simulate_departures(&requests, JoinLightestQueue::new(cores), fifo_cores()),
+        prop_assert_eq!(simulate_departures(&requests, JoinLightestQueue::new(cores), build_fifo_cores()),
             expected_departures(0, choose_lightest_queue));
     }
 
     /// Checks that JBSRQ without priorities is the same as JBSQ, and that cores then serve in order of arrival.
     #[test]
     fn ranked_queues_with_one_service_equal_bounded_queues(
-        requests in requests(),
+        requests in request_list_strategy(),
         cores in 1u16..9,
         latency in 0u64..50,
         depth in 1u16..5,
@@ -196,7 +202,7 @@ proptest! {
         let requests = with_one_service(&requests);
         let queue_depth = depth.try_into().unwrap();
         let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PAPER_VALUE, queue_depth);
-        let ranked_cores = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
+        let ranked_cores = QueueDisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
         let bounded_dispatcher = JoinShortestQueue::bounded(cores, queue_depth);
         prop_assert_eq!(
             simulate_departures(&requests, ranked_dispatcher, ranked_cores),
@@ -208,7 +214,7 @@ proptest! {
     /// interrupted.
     #[test]
     fn yielding_and_stealing_lose_no_request(
-        requests in requests(),
+        requests in request_list_strategy(),
         cores in 1u16..5,
         latency in 0u64..50,
         quantum in 1u64..100,
@@ -216,8 +222,8 @@ proptest! {
     ) {
         let ranked_dispatcher =
             JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PAPER_VALUE, 4.try_into().unwrap());
-        let yielding_cores = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
-        let stealing_cores = DisciplineCores::new(cores, latency, StealingCores::new(cores, cost));
+        let yielding_cores = QueueDisciplineCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
+        let stealing_cores = QueueDisciplineCores::new(cores, latency, StealingCores::new(cores, cost));
         let departure_lists =
             [simulate_departures(&requests, ranked_dispatcher, yielding_cores),
                 simulate_departures(&requests, RoundRobinDispatcher::new(cores), stealing_cores)];
@@ -235,46 +241,47 @@ proptest! {
     /// Checks that no core is idle while a request is queued if stealing costs no time. Equally long requests then
     /// depart at the same times as from one ideal queue, though perhaps in another order.
     #[test]
-    fn stealing_without_cost_conserves_work(requests in requests(), cores in 1u16..5) {
-        let equal_requests: Vec<Request> =
-            requests.iter().map(|request| Request { work: 50, service: 0, ..*request }).collect();
-        let stealing = DisciplineCores::new(cores, 0, StealingCores::new(cores, 0));
+    fn stealing_without_cost_conserves_work(requests in request_list_strategy(), cores in 1u16..5) {
+        let equal_requests: Vec<SimulatedRequest> =
+            requests.iter().map(|request| SimulatedRequest { work: 50, service: 0, ..*request }).collect();
+        let stealing = QueueDisciplineCores::new(cores, 0, StealingCores::new(cores, 0));
         let central_dispatcher = JoinShortestQueue::bounded(cores, std::num::NonZeroU16::MIN);
-        let departure_times = |left: Vec<(u64, u32)>| left.into_iter().map(|(left, _)| left).collect::<Vec<_>>();
+        let collect_departure_times =
+            |left: Vec<(u64, u32)>| left.into_iter().map(|(left, _)| left).collect::<Vec<_>>();
         prop_assert_eq!(
-            departure_times(simulate_departures(&equal_requests, RoundRobinDispatcher::new(cores), stealing)),
-            departure_times(simulate_departures(&equal_requests, central_dispatcher, FifoCores::new(cores, 0)))
+            collect_departure_times(simulate_departures(&equal_requests, RoundRobinDispatcher::new(cores), stealing)),
+            collect_departure_times(simulate_departures(&equal_requests, central_dispatcher, FifoCores::new(cores, 0)))
         );
     }
 }
 
 #[test]
 fn busy_time_grows_continuously_during_service() {
-    let request = |arrived_at, work| Request {
+    let build_request = |arrived_at, work| SimulatedRequest {
         arrived_at,
         work,
         request_hash: 0,
         flow_hash: 0,
-        connection: 0,
-        class: 0,
+        connection_number: 0,
+        class_index: 0,
         service: 0,
     };
-    fn check_busy_times<C: Cores>(cores: C, requests: &[Request]) {
+    fn check_busy_times<C: ServerCores>(cores: C, requests: &[SimulatedRequest]) {
         let mut server = NicServer::new(RoundRobinDispatcher::new(1), cores, 1);
         let mut departures = CollectedDepartures::default();
         for request in requests {
             server.advance(request.arrived_at, &mut departures);
-            Server::<CollectedDepartures>::add_request(&mut server, *request);
+            QueueingServer::<CollectedDepartures>::add_request(&mut server, *request);
         }
         // The interface delays requests by 5, so the core works from 15 to 115 and then until 165.
         for (now, busy_time) in [(40, 25), (120, 105), (165, 150), (200, 150)] {
             server.advance(now, &mut departures);
-            assert_eq!(Server::<CollectedDepartures>::busy_times(&server, now), [busy_time], "at {now}");
+            assert_eq!(QueueingServer::<CollectedDepartures>::core_busy_times(&server, now), [busy_time], "at {now}");
         }
     }
-    let requests = [request(10, 100), request(20, 50)];
+    let requests = [build_request(10, 100), build_request(20, 50)];
     check_busy_times(FifoCores::new(1, 5), &requests);
-    check_busy_times(DisciplineCores::new(1, 5, StealingCores::new(1, 0)), &requests);
-    check_busy_times(DisciplineCores::new(1, 5, PriorityCores::new(1, 1, 10, 0)), &requests);
-    check_busy_times(ProcessorSharing::new(1, 5), &requests);
+    check_busy_times(QueueDisciplineCores::new(1, 5, StealingCores::new(1, 0)), &requests);
+    check_busy_times(QueueDisciplineCores::new(1, 5, PriorityCores::new(1, 1, 10, 0)), &requests);
+    check_busy_times(ProcessorSharingCores::new(1, 5), &requests);
 }

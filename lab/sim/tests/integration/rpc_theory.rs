@@ -2,33 +2,33 @@
 //! values, which must be narrow enough to exclude a wrong model.
 
 use coreward_sim::par_map_ordered;
-use coreward_sim::rpc::{Config, Outcome, Policy, ServiceTimeDistribution, run};
+use coreward_sim::rpc::{CoreSelectionPolicy, RpcSimulationConfig, RpcSimulationOutcome, ServiceTimeDistribution, run};
 
 /// 99.95 % quantile of Student's t distribution with 9 degrees of freedom, for ten seeds and 99.9 % confidence. The two
 /// dozen comparisons in these tests then all hold with a probability of 97 %.
 const STUDENT_T_QUANTILE_9_DF: f64 = 4.781;
 
-fn simulate_seeds(policy: &str, cores: u16, service: &str, latency: f64, load: f64) -> Vec<Outcome> {
-    let policy: Policy = policy.parse().unwrap();
+fn simulate_seeds(policy: &str, cores: u16, service: &str, latency: f64, load: f64) -> Vec<RpcSimulationOutcome> {
+    let policy: CoreSelectionPolicy = policy.parse().unwrap();
     let service: ServiceTimeDistribution = service.parse().unwrap();
-    let config = Config {
+    let config = RpcSimulationConfig {
         policy,
         cores,
         service,
         interface_latency: latency,
-        load,
+        offered_load: load,
         request_count: 800_000,
-        ..Config::default()
+        ..RpcSimulationConfig::default()
     };
     let seeds: Vec<u64> = (1..=10).collect();
-    par_map_ordered(&seeds, |seed| run(&Config { seed: *seed, ..config.clone() }).unwrap())
+    par_map_ordered(&seeds, |seed| run(&RpcSimulationConfig { seed: *seed, ..config.clone() }).unwrap())
 }
 
 /// Asserts that `theory` is in the 99.9 % confidence interval of `measure` over `outcomes`, and that half of the
 /// interval's width is below `max_relative_width` times `theory`.
 fn assert_agrees_with_theory(
-    outcomes: &[Outcome],
-    measure: impl Fn(&Outcome) -> f64,
+    outcomes: &[RpcSimulationOutcome],
+    measure: impl Fn(&RpcSimulationOutcome) -> f64,
     theory: f64,
     max_relative_width: f64,
 ) {

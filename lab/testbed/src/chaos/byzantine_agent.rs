@@ -9,8 +9,8 @@ use std::time::{Duration, SystemTime};
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_rpc::v1::control_client::ControlClient;
-use coreward_tls::connect::Connector;
-use coreward_tls::{CredentialFiles, Role, Tls};
+use coreward_tls::connect::GrpcConnector;
+use coreward_tls::{CredentialFiles, FleetRole, ReloadableCredentials};
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Endpoint;
 
-use crate::namespace::Namespace;
+use crate::namespace::NetworkNamespace;
 
 /// Random stream of [`seeded_rng`] for the contents of false reports.
 const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
@@ -27,7 +27,7 @@ const FALSE_REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval between attempts to register as the server. The controller rejects them as long as the real agent reports.
 const REGISTRATION_RETRY_INTERVAL: Duration = Duration::from_millis(100);
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+const FLOOD_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum duration of a stream to a controller, after which the impostor closes it and registers again.
 const MAX_STREAM_DURATION: Duration = Duration::from_secs(2);
 /// Number of silent or malformed connections that the flood keeps open at the same time.
@@ -61,13 +61,13 @@ pub struct ByzantineAgent {
 impl ByzantineAgent {
     /// Sends false reports from the server's namespace until `stop_flag` is set. Call it in its own thread, because it
     /// blocks. Fails when the namespace cannot be entered, or when a system call fails unexpectedly.
-    pub fn run(
+    pub fn run_impostor(
         self,
-        server_namespace: &Namespace,
+        server_namespace: &NetworkNamespace,
         false_reports: &FalseReportCounters,
         stop_flag: &AtomicBool,
     ) -> anyhow::Result<()> {
-        let tls = Tls::load(self.stolen_credentials.clone())?;
+        let tls = ReloadableCredentials::load_from_files(self.stolen_credentials.clone())?;
         server_namespace.run_within(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
@@ -75,7 +75,7 @@ impl ByzantineAgent {
                 while !stop_flag.load(Ordering::Relaxed) {
                     let controller_address = self.controller_addresses
                         [uniform_below(&mut rng, self.controller_addresses.len() as u32) as usize];
-                    let _ = self.run_stream(controller_address, &tls, &mut rng, false_reports, stop_flag).await;
+                    let _ = self.run_report_stream(controller_address, &tls, &mut rng, false_reports, stop_flag).await;
                     tokio::time::sleep(REGISTRATION_RETRY_INTERVAL).await;
                 }
             });
@@ -85,17 +85,19 @@ impl ByzantineAgent {
 
     /// Runs one stream to a controller. Impostors of the kind [`FalseReportKind::AllKinds`] also register as other or
     /// unknown servers.
-    async fn run_stream(
+    async fn run_report_stream(
         &self,
         controller_address: SocketAddr,
-        tls: &Arc<Tls>,
+        tls: &Arc<ReloadableCredentials>,
         rng: &mut Xoshiro256PlusPlus,
         false_reports: &FalseReportCounters,
         stop_flag: &AtomicBool,
     ) -> anyhow::Result<()> {
         if self.report_kind == FalseReportKind::IdleCores {
-            let reports =
-                (1..).map(|sequence| v1::Report { rss: Some(build_rss(40, vec![0, 1])), ..idle_report(sequence) });
+            let reports = (1..).map(|sequence| v1::Report {
+                rss: Some(build_false_rss(40, vec![0, 1])),
+                ..build_idle_report(sequence)
+            });
             return send_reports(
                 self.server_name(),
                 controller_address,
@@ -109,7 +111,8 @@ impl ByzantineAgent {
         flood_with_connections(controller_address, rng, false_reports);
         let registered_name = self.random_registered_name(rng);
         let is_idle = uniform_below(rng, 2) == 0;
-        let reports = (1..).map(|sequence| if is_idle { idle_report(sequence) } else { random_report(sequence, rng) });
+        let reports = (1..)
+            .map(|sequence| if is_idle { build_idle_report(sequence) } else { build_random_report(sequence, rng) });
         let report_stream = send_reports(
             registered_name,
             controller_address,
@@ -139,7 +142,7 @@ impl ByzantineAgent {
 fn flood_with_connections(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReportCounters) {
     let mut open_connections = Vec::with_capacity(FLOOD_CONNECTION_COUNT);
     for _ in 0..FLOOD_CONNECTION_COUNT {
-        let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) else { return };
+        let Ok(mut stream) = TcpStream::connect_timeout(&address, FLOOD_CONNECT_TIMEOUT) else { return };
         let random_bytes: Vec<u8> = (0..uniform_below(rng, 200)).map(|_| uniform_below(rng, 256) as u8).collect();
         // The controller may close the connection immediately.
         let _ = stream.write_all(&random_bytes);
@@ -152,18 +155,23 @@ fn flood_with_connections(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, fal
 async fn send_reports(
     name: String,
     controller_address: SocketAddr,
-    tls: &Arc<Tls>,
+    tls: &Arc<ReloadableCredentials>,
     (mut reports, interval): (impl Iterator<Item = v1::Report>, Duration),
     false_reports: &FalseReportCounters,
     stop_flag: &AtomicBool,
 ) -> anyhow::Result<()> {
-    let endpoint = Endpoint::from_shared(format!("http://{controller_address}"))?.connect_timeout(CONNECT_TIMEOUT);
-    let connector = Connector::new(controller_address, Some((tls.clone(), &[Role::Controller, Role::Rack])));
+    let endpoint =
+        Endpoint::from_shared(format!("http://{controller_address}"))?.connect_timeout(FLOOD_CONNECT_TIMEOUT);
+    let connector =
+        GrpcConnector::new(controller_address, Some((tls.clone(), &[FleetRole::Controller, FleetRole::Rack])));
     let mut client = ControlClient::new(endpoint.connect_with_connector(connector).await?);
     let (message_sender, receiver) = mpsc::channel(16);
-    let agent_message = |message| v1::AgentMessage { message: Some(message) };
+    let build_agent_message = |message| v1::AgentMessage { message: Some(message) };
     message_sender
-        .send(agent_message(Message::Registration(v1::AgentRegistration { server: name, version: "0.0.0".to_owned() })))
+        .send(build_agent_message(Message::Registration(v1::AgentRegistration {
+            server: name,
+            version: "0.0.0".to_owned(),
+        })))
         .await?;
     let mut updates = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
     while !stop_flag.load(Ordering::Relaxed) {
@@ -172,7 +180,7 @@ async fn send_reports(
             () = tokio::time::sleep(interval) => {
                 let report = reports.next().expect("reports have no end");
                 // A report is dropped when the controller does not read the stream fast enough.
-                if message_sender.try_send(agent_message(Message::Report(report))).is_ok() {
+                if message_sender.try_send(build_agent_message(Message::Report(report))).is_ok() {
                     false_reports.sent_report_count.fetch_add(1, Ordering::Relaxed);
                 }
             }
@@ -182,7 +190,7 @@ async fn send_reports(
 }
 
 /// Returns a report that is correct except that it claims idle cores, which attract new connections.
-fn idle_report(sequence: u64) -> v1::Report {
+fn build_idle_report(sequence: u64) -> v1::Report {
     let now_unix_ns = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     v1::Report {
         sequence,
@@ -195,13 +203,13 @@ fn idle_report(sequence: u64) -> v1::Report {
     }
 }
 
-fn build_rss(key_length: usize, queues: Vec<u32>) -> v1::Rss {
+fn build_false_rss(key_length: usize, queues: Vec<u32>) -> v1::Rss {
     v1::Rss { source: "false".to_owned(), key: vec![0xaa; key_length], indirection_table: queues, input_transform: 0 }
 }
 
-fn random_report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
+fn build_random_report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
     let busy_ns = sequence * u64::from(uniform_below(rng, 1_000_000));
-    let mut report = v1::Report { core_busy_ns: vec![busy_ns, 0], ..idle_report(sequence) };
+    let mut report = v1::Report { core_busy_ns: vec![busy_ns, 0], ..build_idle_report(sequence) };
     match uniform_below(rng, 16) {
         0 => report.core_busy_ns = vec![u64::MAX; 2],
         1 => report.core_busy_ns = vec![0; 2],
@@ -215,8 +223,8 @@ fn random_report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
         9 => report.sent_unix_ns = 0,
         10 => report.time_to_live_ms = 0,
         11 => report.time_to_live_ms = u32::MAX,
-        12 => report.rss = Some(build_rss(5, vec![0, 1, 2])),
-        13 => report.rss = Some(v1::Rss { input_transform: u32::MAX, ..build_rss(40, vec![u32::MAX; 2_048]) }),
+        12 => report.rss = Some(build_false_rss(5, vec![0, 1, 2])),
+        13 => report.rss = Some(v1::Rss { input_transform: u32::MAX, ..build_false_rss(40, vec![u32::MAX; 2_048]) }),
         14 => {
             report.open_connections = u32::MAX;
             report.configuration_generation = u64::MAX;

@@ -26,17 +26,21 @@ const MAX_STANDARD_DEVIATIONS: f64 = 5.0;
 
 /// Shares of new connections that a server got while an impostor reported idle cores for it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct ByzantineShare {
+pub struct ByzantineConnectionShare {
     /// Share of all new connections (0 to 1) that the server would get if its reports were true.
     pub fair_share: f64,
     pub seconds: Vec<[u64; 2]>,
 }
 
-impl ByzantineShare {
+impl ByzantineConnectionShare {
     /// Measures the server's share by opening connections while the impostor reports. Call it in the client's
     /// namespace. `server_count` is the number of servers in the fleet. Fails when a connection breaks, or after a
     /// signal.
-    pub fn measure(service: SocketAddr, impostor_number: u16, server_count: u16) -> anyhow::Result<Self> {
+    pub fn measure_connection_share(
+        service: SocketAddr,
+        impostor_number: u16,
+        server_count: u16,
+    ) -> anyhow::Result<Self> {
         let start = Instant::now();
         let mut counts_by_second = vec![[0, 0]; FALSE_REPORT_SECONDS];
         while let Some([impostor_connections, all_connections]) =
@@ -80,7 +84,7 @@ impl ByzantineShare {
     }
 }
 
-impl fmt::Display for ByzantineShare {
+impl fmt::Display for ByzantineConnectionShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let percentages = [
             self.initial_connection_share(),
@@ -105,7 +109,7 @@ mod tests {
 
     #[test]
     fn random_shares_do_not_exceed_the_limit() {
-        let share_in_last_seconds = |impostor_connections| ByzantineShare {
+        let share_in_last_seconds = |impostor_connections| ByzantineConnectionShare {
             fair_share: 0.25,
             seconds: [
                 vec![[100, 100]; FALSE_REPORT_SECONDS - FINAL_MEASUREMENT_SECONDS],

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::Context as _;
 
-use crate::fleet::operator_command_for;
+use crate::fleet::build_operator_command_for;
 use crate::topology::Testbed;
 
 /// Runner of `coreward` commands that tries the controllers in turn until one answers.
@@ -43,7 +43,7 @@ impl<'a> OperatorCli<'a> {
     }
 
     fn run_at_controller(&self, controller: u16, arguments: &[&str]) -> anyhow::Result<String> {
-        let coreward_command = operator_command_for(self.testbed, [controller], arguments)?;
+        let coreward_command = build_operator_command_for(self.testbed, [controller], arguments)?;
         let mut command = Command::new("timeout");
         command
             .args(["--signal", "KILL", self.timeout_s])

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::cli_probe::OperatorCli;
 use super::document::DocumentGenerator;
-use super::drains::ExpectedDrains;
+use super::drains::ExpectedServerDrains;
 use crate::topology::Testbed;
 
 /// Number of valid changes between two invalid changes, which the controller must reject.
@@ -26,7 +26,7 @@ const CHANGES_PER_KEY_ROTATION: u64 = 50;
 const CHANGES_PER_DRAIN: u64 = 4;
 /// Number of changes between two comparisons of the controller's state with the acknowledged changes.
 const CHANGES_PER_STATE_CHECK: u64 = 10;
-const RETRY_PAUSE: Duration = Duration::from_millis(100);
+const WRITE_RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// Maximum time until the last changes are acknowledged.
 const LAST_CHANGES_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout of a command (s). It is longer than the command's own timeout for a silent controller.
@@ -34,7 +34,7 @@ const COMMAND_TIMEOUT_S: &str = "8";
 
 /// Counts of attempted configuration changes, by outcome.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct WriteCounts {
+pub struct ConfigWriteCounts {
     pub acknowledged_changes: u64,
     /// Number of changes that failed or that the controller did not answer.
     pub unanswered_changes: u64,
@@ -60,7 +60,7 @@ pub struct ExpectedConfig {
     document_text: String,
     /// Documents sent without an answer. The controller may have applied any of them.
     unanswered_documents: Vec<String>,
-    expected_drains: ExpectedDrains,
+    expected_drains: ExpectedServerDrains,
 }
 
 /// Thread-safe writer that changes the configuration repeatedly. One thread makes the changes, and others may read the
@@ -69,7 +69,7 @@ pub struct ExpectedConfig {
 pub struct ConfigWriter<'a> {
     operator: OperatorCli<'a>,
     document_path: PathBuf,
-    write_counts: Mutex<WriteCounts>,
+    write_counts: Mutex<ConfigWriteCounts>,
 }
 
 impl<'a> ConfigWriter<'a> {
@@ -78,14 +78,14 @@ impl<'a> ConfigWriter<'a> {
         Self { operator, document_path: testbed.directory().join("wanted.toml"), write_counts: Mutex::default() }
     }
 
-    pub fn write_counts(&self) -> WriteCounts {
+    pub fn write_counts(&self) -> ConfigWriteCounts {
         self.write_counts.lock().expect("no writer panics").clone()
     }
 
     /// Makes `change_count` changes, at most one per `interval`, and waits until `stop_flag` is set. Then it activates
     /// all servers. The controller must already have applied the current document of `documents`. Fails when the
     /// controller does not answer at the beginning or after the end.
-    pub fn run(
+    pub fn run_changes(
         &self,
         mut documents: DocumentGenerator,
         change_count: u64,
@@ -103,13 +103,13 @@ impl<'a> ConfigWriter<'a> {
             }
             next_change_time = (next_change_time + interval).max(Instant::now() - 10 * interval);
             attempted_changes += 1;
-            self.make_change(&mut expected_config, &mut documents, attempted_changes)?;
+            self.make_random_change(&mut expected_config, &mut documents, attempted_changes)?;
         }
         documents.restore_initial_document();
         let deadline = Instant::now() + LAST_CHANGES_TIMEOUT;
         while !self.apply_document(&mut expected_config, &documents)? {
             ensure!(Instant::now() < deadline, "the last change is not acknowledged");
-            std::thread::sleep(RETRY_PAUSE);
+            std::thread::sleep(WRITE_RETRY_PAUSE);
         }
         // One server stays drained, to show that drains outlive the restart of all controllers.
         self.undrain_all_but(&mut expected_config, 1)?;
@@ -119,7 +119,7 @@ impl<'a> ConfigWriter<'a> {
 
     /// Makes a random change, followed by the drains, invalid changes, key rotations and state checks that are due
     /// after `attempted_changes` changes.
-    fn make_change(
+    fn make_random_change(
         &self,
         expected_config: &mut ExpectedConfig,
         documents: &mut DocumentGenerator,
@@ -127,13 +127,13 @@ impl<'a> ConfigWriter<'a> {
     ) -> anyhow::Result<()> {
         documents.apply_random_change(&expected_config.expected_drains.possibly_drained_servers());
         if !self.apply_document(expected_config, documents)? {
-            std::thread::sleep(RETRY_PAUSE);
+            std::thread::sleep(WRITE_RETRY_PAUSE);
         }
         if attempted_changes.is_multiple_of(CHANGES_PER_DRAIN) {
             self.drain_or_undrain(expected_config, documents);
         }
         if attempted_changes.is_multiple_of(CHANGES_PER_INVALID_CHANGE) {
-            self.try_invalid_document(expected_config, &documents.next_invalid_document())?;
+            self.try_invalid_document(expected_config, &documents.generate_invalid_document())?;
         }
         if attempted_changes.is_multiple_of(CHANGES_PER_KEY_ROTATION) {
             self.try_key_rotation();
@@ -162,7 +162,7 @@ impl<'a> ConfigWriter<'a> {
         {
             while !self.request_drain(expected_config, server, false) {
                 ensure!(Instant::now() < deadline, "that s{server} is no longer drained is not acknowledged");
-                std::thread::sleep(RETRY_PAUSE);
+                std::thread::sleep(WRITE_RETRY_PAUSE);
             }
         }
         Ok(())
@@ -174,7 +174,7 @@ impl<'a> ConfigWriter<'a> {
         expected_config: &mut ExpectedConfig,
         documents: &DocumentGenerator,
     ) -> anyhow::Result<bool> {
-        let (text, present_servers) = (documents.document_text(), documents.present_servers());
+        let (text, present_servers) = (documents.document_text(), documents.present_server_numbers());
         fs::write(&self.document_path, &text)?;
         // The controller may have applied an earlier document that it did not answer.
         if !expected_config.unanswered_documents.is_empty() && !self.compare_with_controller(expected_config) {
@@ -191,13 +191,13 @@ impl<'a> ConfigWriter<'a> {
                 expected_config.expected_drains.record_document(&present_servers, true);
                 (expected_config.generation, expected_config.document_text) = (generation, text);
                 expected_config.unanswered_documents.clear();
-                self.update_counts(|writes| writes.acknowledged_changes += 1);
+                self.update_write_counts(|writes| writes.acknowledged_changes += 1);
                 Ok(true)
             }
             Err(_) => {
                 expected_config.expected_drains.record_document(&present_servers, false);
                 expected_config.unanswered_documents.push(text);
-                self.update_counts(|writes| writes.unanswered_changes += 1);
+                self.update_write_counts(|writes| writes.unanswered_changes += 1);
                 Ok(false)
             }
         }
@@ -219,7 +219,7 @@ impl<'a> ConfigWriter<'a> {
         let command = if is_drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
         expected_config.expected_drains.record_drain_request(server, is_drain, is_acknowledged);
-        self.update_counts(|writes| {
+        self.update_write_counts(|writes| {
             *if is_acknowledged { &mut writes.acknowledged_drains } else { &mut writes.unanswered_drains } += 1
         });
         is_acknowledged
@@ -228,7 +228,7 @@ impl<'a> ConfigWriter<'a> {
     /// Tries to apply an invalid document, and records a violation if it is accepted.
     fn try_invalid_document(&self, expected_config: &mut ExpectedConfig, text: &str) -> anyhow::Result<()> {
         fs::write(&self.document_path, text)?;
-        self.update_counts(|writes| writes.invalid_documents += 1);
+        self.update_write_counts(|writes| writes.invalid_documents += 1);
         if let Ok(generation) = self.apply_document_file() {
             self.record_violation(format!("a document with a mistake is in force as generation {generation}:\n{text}"));
             (expected_config.generation, expected_config.document_text) = self.query_document()?;
@@ -239,7 +239,7 @@ impl<'a> ConfigWriter<'a> {
     /// Requests a key rotation. It must be rejected, because the keys are minutes old and cookies are valid for a day,
     /// whatever the clock shows.
     fn try_key_rotation(&self) {
-        self.update_counts(|writes| writes.early_rotations += 1);
+        self.update_write_counts(|writes| writes.early_rotations += 1);
         if let Ok(answer) = self.operator.run_coreward(&["keys", "rotate"]) {
             self.record_violation(format!("keys that are minutes old are rotated: {answer}"));
         }
@@ -249,7 +249,7 @@ impl<'a> ConfigWriter<'a> {
     fn compare_with_controller(&self, expected_config: &mut ExpectedConfig) -> bool {
         let Ok((generation, text)) = self.query_document() else { return false };
         let Ok(status) = self.query_status() else { return false };
-        self.update_counts(|writes| writes.status_queries += 1);
+        self.update_write_counts(|writes| writes.status_queries += 1);
         expected_config
             .expected_drains
             .compare_with_status(&status)
@@ -259,14 +259,14 @@ impl<'a> ConfigWriter<'a> {
             return true;
         }
         if generation > expected_config.generation && expected_config.unanswered_documents.contains(&text) {
-            self.update_counts(|writes| writes.unanswered_applied_changes += 1);
+            self.update_write_counts(|writes| writes.unanswered_applied_changes += 1);
         } else {
-            let first_line = |text: &str| text.lines().next().unwrap_or_default().to_owned();
+            let to_first_line = |text: &str| text.lines().next().unwrap_or_default().to_owned();
             self.record_violation(format!(
                 "a write is lost: generation {} ({:?}) was acknowledged, {generation} ({:?}) is in force",
                 expected_config.generation,
-                first_line(&expected_config.document_text),
-                first_line(&text)
+                to_first_line(&expected_config.document_text),
+                to_first_line(&text)
             ));
         }
         // Earlier attempts can no longer be applied, because each one requires the generation that it replaces.
@@ -299,12 +299,12 @@ impl<'a> ConfigWriter<'a> {
         Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
     }
 
-    fn update_counts(&self, update: impl FnOnce(&mut WriteCounts)) {
+    fn update_write_counts(&self, update: impl FnOnce(&mut ConfigWriteCounts)) {
         update(&mut self.write_counts.lock().expect("no writer panics"));
     }
 
     fn record_violation(&self, description: String) {
-        self.update_counts(|writes| writes.violations.push(description));
+        self.update_write_counts(|writes| writes.violations.push(description));
     }
 }
 

@@ -8,7 +8,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use crate::addresses::{rack_controller_name, server_address};
-use crate::network_options::NetworkOptions;
+use crate::network_options::TestbedNetworkOptions;
 
 /// Number of the [`seeded_rng`] stream from which the configuration changes are drawn.
 const RNG_STREAM_CONFIG_CHANGES: u64 = 0x6368_6102;
@@ -18,14 +18,15 @@ const POLICY_NAMES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "lea
 
 /// Settings of one server in the fleet document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct ServerEntry {
+struct FleetServerEntry {
     is_draining: bool,
     weight: u32,
     /// Whether the server's agent must connect to a controller directly instead of through a rack controller.
     bypasses_racks: bool,
 }
 
-const INITIAL_SERVER_ENTRY: ServerEntry = ServerEntry { is_draining: false, weight: 1, bypasses_racks: false };
+const INITIAL_SERVER_ENTRY: FleetServerEntry =
+    FleetServerEntry { is_draining: false, weight: 1, bypasses_racks: false };
 
 /// Generator of random fleet documents. It keeps the contents of the newest document.
 #[derive(Debug, Clone)]
@@ -33,12 +34,12 @@ pub struct DocumentGenerator {
     rng: Xoshiro256PlusPlus,
     services: Vec<(String, SocketAddr, &'static str)>,
     service_policies: Vec<&'static str>,
-    network: NetworkOptions,
-    server_entries: BTreeMap<u16, Option<ServerEntry>>,
+    network: TestbedNetworkOptions,
+    server_entries: BTreeMap<u16, Option<FleetServerEntry>>,
     /// Numbers of the rack controllers that each server's agent may use, by server number.
     server_rack_numbers: BTreeMap<u16, Vec<u16>>,
     report_interval_ms: u32,
-    revision: u64,
+    document_revision: u64,
 }
 
 impl DocumentGenerator {
@@ -47,7 +48,7 @@ impl DocumentGenerator {
     /// without racks.
     pub fn new(
         seed: u64,
-        network: NetworkOptions,
+        network: TestbedNetworkOptions,
         servers: &[u16],
         services: Vec<(String, SocketAddr, &'static str)>,
         server_rack_numbers: BTreeMap<u16, Vec<u16>>,
@@ -60,17 +61,18 @@ impl DocumentGenerator {
             server_entries: servers.iter().map(|number| (*number, Some(INITIAL_SERVER_ENTRY))).collect(),
             server_rack_numbers,
             report_interval_ms: 100,
-            revision: 0,
+            document_revision: 0,
         }
     }
 
     /// Returns the text of the newest document, with a revision number that makes it unique.
     pub fn document_text(&self) -> String {
-        let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.revision, self.report_interval_ms);
+        let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.document_revision, self.report_interval_ms);
         let rack_numbers: BTreeSet<u16> = self.server_rack_numbers.values().flatten().copied().collect();
         let _ = writeln!(text, "racks = {:?}", rack_controller_names(&rack_numbers));
         for (number, entry) in &self.server_entries {
-            let Some(ServerEntry { is_draining: draining, weight, bypasses_racks: needs_controller }) = entry else {
+            let Some(FleetServerEntry { is_draining: draining, weight, bypasses_racks: needs_controller }) = entry
+            else {
                 continue;
             };
             let (address, state) = (
@@ -95,7 +97,7 @@ impl DocumentGenerator {
         text
     }
 
-    pub fn present_servers(&self) -> BTreeSet<u16> {
+    pub fn present_server_numbers(&self) -> BTreeSet<u16> {
         self.server_entries.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
     }
 
@@ -103,14 +105,14 @@ impl DocumentGenerator {
     /// contains servers that are or may be drained.
     pub fn next_server_to_drain(&mut self, drained_servers: &BTreeSet<u16>) -> Option<u16> {
         let undrained_servers: Vec<u16> =
-            self.present_servers().into_iter().filter(|number| !drained_servers.contains(number)).collect();
-        let number = *undrained_servers.get(self.random_below(undrained_servers.len().max(1) as u32) as usize)?;
+            self.present_server_numbers().into_iter().filter(|number| !drained_servers.contains(number)).collect();
+        let number = *undrained_servers.get(self.random_number_below(undrained_servers.len().max(1) as u32) as usize)?;
         self.can_remove_server(number, drained_servers).then_some(number)
     }
 
     /// Returns whether at least [`MIN_ACTIVE_SERVERS`] servers other than `number` accept new connections.
     fn can_remove_server(&self, number: u16, drained_servers: &BTreeSet<u16>) -> bool {
-        let takes_connections = |(other_number, entry): &(&u16, &Option<ServerEntry>)| {
+        let takes_connections = |(other_number, entry): &(&u16, &Option<FleetServerEntry>)| {
             **other_number != number
                 && entry.is_some_and(|entry| !entry.is_draining)
                 && !drained_servers.contains(other_number)
@@ -121,14 +123,14 @@ impl DocumentGenerator {
     /// Makes one random change to the document. `drained_servers` contains servers that are or may be drained by
     /// command.
     pub fn apply_random_change(&mut self, drained_servers: &BTreeSet<u16>) {
-        self.revision += 1;
-        match self.random_below(8) {
+        self.document_revision += 1;
+        match self.random_number_below(8) {
             0 => {
-                let service_index = self.random_below(self.service_policies.len() as u32) as usize;
+                let service_index = self.random_number_below(self.service_policies.len() as u32) as usize;
                 self.service_policies[service_index] =
-                    POLICY_NAMES[self.random_below(POLICY_NAMES.len() as u32) as usize];
+                    POLICY_NAMES[self.random_number_below(POLICY_NAMES.len() as u32) as usize];
             }
-            1 => self.report_interval_ms = [50, 100, 200][self.random_below(3) as usize],
+            1 => self.report_interval_ms = [50, 100, 200][self.random_number_below(3) as usize],
             // Change only the comment that contains the revision number.
             2 => {}
             _ => self.change_random_server(drained_servers),
@@ -137,21 +139,21 @@ impl DocumentGenerator {
 
     fn change_random_server(&mut self, drained_servers: &BTreeSet<u16>) {
         let server_numbers: Vec<u16> = self.server_entries.keys().copied().collect();
-        let server_number = server_numbers[self.random_below(server_numbers.len() as u32) as usize];
+        let server_number = server_numbers[self.random_number_below(server_numbers.len() as u32) as usize];
         let can_be_removed = self.can_remove_server(server_number, drained_servers);
-        let entry = match self.random_below(5) {
+        let entry = match self.random_number_below(5) {
             0 if can_be_removed => None,
-            1 if can_be_removed => Some(ServerEntry { is_draining: true, ..INITIAL_SERVER_ENTRY }),
-            2 => Some(ServerEntry { weight: 1 + self.random_below(4), ..INITIAL_SERVER_ENTRY }),
-            3 => Some(ServerEntry { bypasses_racks: true, ..INITIAL_SERVER_ENTRY }),
+            1 if can_be_removed => Some(FleetServerEntry { is_draining: true, ..INITIAL_SERVER_ENTRY }),
+            2 => Some(FleetServerEntry { weight: 1 + self.random_number_below(4), ..INITIAL_SERVER_ENTRY }),
+            3 => Some(FleetServerEntry { bypasses_racks: true, ..INITIAL_SERVER_ENTRY }),
             _ => Some(INITIAL_SERVER_ENTRY),
         };
         self.server_entries.insert(server_number, entry);
     }
 
-    pub fn next_invalid_document(&mut self) -> String {
+    pub fn generate_invalid_document(&mut self) -> String {
         let text = self.document_text();
-        match self.random_below(5) {
+        match self.random_number_below(5) {
             0 => format!("{text}no_such_key = 1\n"),
             1 => text.replacen("[[service]]", "[[service]", 1),
             2 => text.replacen("policy = \"", "policy = \"no-such-", 1),
@@ -162,12 +164,12 @@ impl DocumentGenerator {
 
     /// Makes all servers active and restores the initial policies.
     pub fn restore_initial_document(&mut self) {
-        self.revision += 1;
+        self.document_revision += 1;
         self.service_policies.fill(POLICY_NAMES[0]);
         self.server_entries.values_mut().for_each(|entry| *entry = Some(INITIAL_SERVER_ENTRY));
     }
 
-    fn random_below(&mut self, upper_bound: u32) -> u32 {
+    fn random_number_below(&mut self, upper_bound: u32) -> u32 {
         uniform_below(&mut self.rng, upper_bound)
     }
 }
@@ -178,17 +180,17 @@ fn rack_controller_names<'a>(racks: impl IntoIterator<Item = &'a u16>) -> Vec<St
 
 #[cfg(test)]
 mod tests {
-    use coreward_config::Source;
+    use coreward_config::TomlSource;
     use coreward_fleet::config::FleetConfig;
 
     use super::*;
     use crate::addresses::AddressFamily;
 
     fn generator_with_one_service(seed: u64, family: AddressFamily) -> DocumentGenerator {
-        let services = vec![("web".to_owned(), SocketAddr::new(family.vip(0), 80), "")];
+        let services = vec![("web".to_owned(), SocketAddr::new(family.nth_vip(0), 80), "")];
         DocumentGenerator::new(
             seed,
-            NetworkOptions { family, ..NetworkOptions::default() },
+            TestbedNetworkOptions { family, ..TestbedNetworkOptions::default() },
             &[1, 2, 3, 4],
             services,
             (1..=4).map(|number| (number, vec![1, 2])).collect(),
@@ -197,13 +199,13 @@ mod tests {
 
     #[test]
     fn random_documents_parse_and_invalid_ones_are_rejected() {
-        let parse_document = |text: String| FleetConfig::parse(&Source::from_text("fleet.toml", &text));
+        let parse_document = |text: String| FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text));
         for family in [AddressFamily::Ipv4, AddressFamily::Ipv6] {
             let mut generator = generator_with_one_service(1, family);
             for _ in 0..300 {
                 generator.apply_random_change(&BTreeSet::new());
                 parse_document(generator.document_text()).unwrap();
-                parse_document(generator.next_invalid_document()).unwrap_err();
+                parse_document(generator.generate_invalid_document()).unwrap_err();
             }
         }
     }
@@ -219,8 +221,8 @@ mod tests {
                 3 => drop(drained_servers.pop_first()),
                 _ => {}
             }
-            drained_servers.retain(|number| generator.present_servers().contains(number));
-            let takes_connections = |(number, entry): &(&u16, &Option<ServerEntry>)| {
+            drained_servers.retain(|number| generator.present_server_numbers().contains(number));
+            let takes_connections = |(number, entry): &(&u16, &Option<FleetServerEntry>)| {
                 entry.is_some_and(|entry| !entry.is_draining) && !drained_servers.contains(number)
             };
             assert!(

@@ -13,30 +13,30 @@ const MAX_COMMAND_DELAY: Duration = Duration::from_secs(3);
 
 /// Expected drain state of each server, by server number. A server without an entry is not drained.
 #[derive(Debug, Default)]
-pub struct ExpectedDrains(BTreeMap<u16, DrainState>);
+pub struct ExpectedServerDrains(BTreeMap<u16, ExpectedDrainState>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum DrainState {
+enum ExpectedDrainState {
     Drained,
     /// It is unknown whether the server is drained, because the controller did not answer a request at this time. The
     /// request was a drain, an undrain, or a document without the server.
     UncertainSince(Instant),
 }
 
-impl ExpectedDrains {
+impl ExpectedServerDrains {
     pub fn possibly_drained_servers(&self) -> BTreeSet<u16> {
         self.0.keys().copied().collect()
     }
 
-    pub fn is_uncertain(&self, server: u16) -> bool {
-        matches!(self.0.get(&server), Some(DrainState::UncertainSince(_)))
+    pub fn is_drain_uncertain(&self, server: u16) -> bool {
+        matches!(self.0.get(&server), Some(ExpectedDrainState::UncertainSince(_)))
     }
 
     /// Records a request to drain or undrain a server, and whether the controller acknowledged it.
     pub fn record_drain_request(&mut self, server: u16, is_drain: bool, is_acknowledged: bool) {
         match (is_acknowledged, is_drain) {
-            (false, _) => drop(self.0.insert(server, DrainState::UncertainSince(Instant::now()))),
-            (true, true) => drop(self.0.insert(server, DrainState::Drained)),
+            (false, _) => drop(self.0.insert(server, ExpectedDrainState::UncertainSince(Instant::now()))),
+            (true, true) => drop(self.0.insert(server, ExpectedDrainState::Drained)),
             (true, false) => drop(self.0.remove(&server)),
         }
     }
@@ -47,7 +47,8 @@ impl ExpectedDrains {
             self.0.retain(|server, _| servers.contains(server));
         } else {
             let removed_servers = self.0.iter_mut().filter(|(server, _)| !servers.contains(server));
-            removed_servers.for_each(|(_, drain_state)| *drain_state = DrainState::UncertainSince(Instant::now()));
+            removed_servers
+                .for_each(|(_, drain_state)| *drain_state = ExpectedDrainState::UncertainSince(Instant::now()));
         }
     }
 
@@ -60,17 +61,17 @@ impl ExpectedDrains {
             let Some(number) = server_number else { continue };
             let is_drained = server["drain"]["origin"] == "command";
             match self.0.get(&number) {
-                Some(DrainState::UncertainSince(since)) if since.elapsed() < MAX_COMMAND_DELAY => {}
-                Some(DrainState::UncertainSince(_)) => self.record_drain_request(number, is_drained, true),
-                Some(DrainState::Drained) if !is_drained => {
+                Some(ExpectedDrainState::UncertainSince(since)) if since.elapsed() < MAX_COMMAND_DELAY => {}
+                Some(ExpectedDrainState::UncertainSince(_)) => self.record_drain_request(number, is_drained, true),
+                Some(ExpectedDrainState::Drained) if !is_drained => {
                     violations.push(format!("a drain is lost: that of s{number} was acknowledged"));
                     self.0.remove(&number);
                 }
                 None if is_drained => {
                     violations.push(format!("s{number} is drained without a command, or its end is lost"));
-                    self.0.insert(number, DrainState::Drained);
+                    self.0.insert(number, ExpectedDrainState::Drained);
                 }
-                Some(DrainState::Drained) | None => {}
+                Some(ExpectedDrainState::Drained) | None => {}
             }
         }
         violations
@@ -83,7 +84,7 @@ mod tests {
 
     use super::*;
 
-    fn status_with_drains(drains: &[(u16, &str)]) -> Value {
+    fn build_status_with_drains(drains: &[(u16, &str)]) -> Value {
         let server =
             |(number, origin): &(u16, &str)| json!({ "name": format!("s{number}"), "drain": { "origin": origin } });
         json!({ "servers": drains.iter().map(server).collect::<Vec<_>>() })
@@ -91,47 +92,47 @@ mod tests {
 
     #[test]
     fn only_acknowledged_drains_are_expected() {
-        let mut expected_drains = ExpectedDrains::default();
+        let mut expected_drains = ExpectedServerDrains::default();
         expected_drains.record_drain_request(1, true, true);
         assert_eq!(
-            expected_drains.compare_with_status(&status_with_drains(&[(1, "command"), (2, "document")])),
+            expected_drains.compare_with_status(&build_status_with_drains(&[(1, "command"), (2, "document")])),
             [""; 0]
         );
-        assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "document")])).len(), 1, "lost");
+        assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(1, "document")])).len(), 1, "lost");
         assert_eq!(
-            expected_drains.compare_with_status(&status_with_drains(&[(1, "document")])),
+            expected_drains.compare_with_status(&build_status_with_drains(&[(1, "document")])),
             [""; 0],
             "which is reported once"
         );
         assert_eq!(
-            expected_drains.compare_with_status(&status_with_drains(&[(2, "command")])).len(),
+            expected_drains.compare_with_status(&build_status_with_drains(&[(2, "command")])).len(),
             1,
             "without a command"
         );
         expected_drains.record_drain_request(2, false, true);
-        assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(2, "document")])), [""; 0]);
+        assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(2, "document")])), [""; 0]);
     }
 
     #[test]
     fn server_may_be_drained_or_not_after_unanswered_drain() {
-        let mut expected_drains = ExpectedDrains::default();
+        let mut expected_drains = ExpectedServerDrains::default();
         expected_drains.record_drain_request(1, true, false);
         for drain_source in ["command", "document"] {
-            assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, drain_source)])), [""; 0]);
+            assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(1, drain_source)])), [""; 0]);
         }
-        assert!(expected_drains.is_uncertain(1) && expected_drains.possibly_drained_servers().contains(&1));
-        expected_drains.0.insert(1, DrainState::UncertainSince(Instant::now() - MAX_COMMAND_DELAY));
-        assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "command")])), [""; 0]);
-        assert!(!expected_drains.is_uncertain(1));
-        assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "document")])).len(), 1);
+        assert!(expected_drains.is_drain_uncertain(1) && expected_drains.possibly_drained_servers().contains(&1));
+        expected_drains.0.insert(1, ExpectedDrainState::UncertainSince(Instant::now() - MAX_COMMAND_DELAY));
+        assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(1, "command")])), [""; 0]);
+        assert!(!expected_drains.is_drain_uncertain(1));
+        assert_eq!(expected_drains.compare_with_status(&build_status_with_drains(&[(1, "document")])).len(), 1);
     }
 
     #[test]
     fn server_removed_from_the_document_is_no_longer_drained() {
-        let mut expected_drains = ExpectedDrains::default();
+        let mut expected_drains = ExpectedServerDrains::default();
         (1..=2).for_each(|server| expected_drains.record_drain_request(server, true, true));
         expected_drains.record_document(&[1].into(), false);
-        assert!(expected_drains.is_uncertain(2) && !expected_drains.is_uncertain(1));
+        assert!(expected_drains.is_drain_uncertain(2) && !expected_drains.is_drain_uncertain(1));
         expected_drains.record_document(&[1].into(), true);
         assert_eq!(expected_drains.possibly_drained_servers(), [1].into());
     }

@@ -6,11 +6,11 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use coreward_etcd::local::LocalMember;
+use coreward_etcd::local::LocalEtcdMember;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::process::Process;
+use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
 /// Number of etcd members. A majority remains when one of them fails.
@@ -24,8 +24,8 @@ const MEMBER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct EtcdCluster<'a> {
     testbed: &'a Testbed,
-    members: Vec<LocalMember>,
-    member_processes: Vec<Process>,
+    members: Vec<LocalEtcdMember>,
+    member_processes: Vec<TestbedProcess>,
     data_directory: PathBuf,
 }
 
@@ -34,7 +34,7 @@ impl<'a> EtcdCluster<'a> {
     /// when the members elect no leader in time.
     pub fn start(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let members =
-            LocalMember::local_cluster_members(ETCD_MEMBER_COUNT, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_ETCD_PORT);
+            LocalEtcdMember::local_cluster_members(ETCD_MEMBER_COUNT, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_ETCD_PORT);
         let directory = testbed.directory();
         let mut cluster = Self { testbed, members, member_processes: Vec::new(), data_directory: directory };
         for number in 1..=ETCD_MEMBER_COUNT {
@@ -42,7 +42,7 @@ impl<'a> EtcdCluster<'a> {
             cluster.member_processes.push(process);
         }
         let deadline = Instant::now() + LEADER_ELECTION_TIMEOUT;
-        while cluster.leader_number().is_err() {
+        while cluster.query_leader_number().is_err() {
             ensure!(Instant::now() < deadline, "etcd has no leader after {LEADER_ELECTION_TIMEOUT:?}");
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -50,15 +50,15 @@ impl<'a> EtcdCluster<'a> {
     }
 
     /// Returns the members' endpoints in the format of the controllers' configuration files.
-    pub fn endpoints(&self) -> Vec<String> {
-        self.members.iter().map(LocalMember::endpoint).collect()
+    pub fn member_endpoints(&self) -> Vec<String> {
+        self.members.iter().map(LocalEtcdMember::endpoint).collect()
     }
 
     /// Returns the number of the leading member. Fails when there is no leader.
-    pub fn leader_number(&self) -> anyhow::Result<u16> {
+    pub fn query_leader_number(&self) -> anyhow::Result<u16> {
         let mut command = Command::new("etcdctl");
         command.env("ETCDCTL_API", "3").args(["endpoint", "status", "--write-out", "json", "--command-timeout", "2s"]);
-        command.args(["--endpoints", &self.endpoints().join(",")]);
+        command.args(["--endpoints", &self.member_endpoints().join(",")]);
         let output = self.testbed.run_command(self.testbed.controller(), command)?;
         let member_statuses: Vec<Value> = serde_json::from_slice(&output.stdout)?;
         let is_leader = |member: &&Value| {
@@ -79,7 +79,7 @@ impl<'a> EtcdCluster<'a> {
     /// Kills a member's process. Fails when the member does not exist.
     pub fn kill_member(&mut self, number: u16) -> anyhow::Result<()> {
         self.send_signal(number, Signal::SIGKILL)?;
-        self.member_processes[usize::from(number) - 1].wait(MEMBER_EXIT_TIMEOUT).map(drop)
+        self.member_processes[usize::from(number) - 1].wait_for_exit(MEMBER_EXIT_TIMEOUT).map(drop)
     }
 
     /// Restarts a killed member with the data of its previous process. Fails when it cannot be started.
@@ -88,9 +88,9 @@ impl<'a> EtcdCluster<'a> {
         Ok(())
     }
 
-    fn spawn_member(&self, number: u16) -> anyhow::Result<Process> {
+    fn spawn_member(&self, number: u16) -> anyhow::Result<TestbedProcess> {
         let member = &self.members[usize::from(number) - 1];
-        let command = member.start_command(&self.members, &self.data_directory);
+        let command = member.build_start_command(&self.members, &self.data_directory);
         self.testbed.spawn(self.testbed.controller(), command).context("etcd (Debian package etcd-server)")
     }
 }

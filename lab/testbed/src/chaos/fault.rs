@@ -7,7 +7,7 @@ use crate::fleet::agent_name;
 
 /// Kind of fault. Its name is a value of the option `--faults`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
-pub enum FaultKind {
+pub enum ChaosFaultKind {
     /// Kill a daemon (SIGKILL) and start it again
     Kill,
     /// Stop a daemon for a while (SIGSTOP, SIGCONT)
@@ -28,7 +28,7 @@ pub enum FaultKind {
     ByzantineAgent,
 }
 
-impl FaultKind {
+impl ChaosFaultKind {
     pub const ALL: [Self; 9] = [
         Self::Kill,
         Self::Stop,
@@ -60,7 +60,7 @@ impl FaultKind {
 /// Fault and its target. Daemons have the names that [`crate::fleet`] gives them. Machines have those of their switch
 /// ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Fault {
+pub enum ChaosFault {
     /// Daemon process with this name is killed and restarted.
     KillDaemon(String),
     /// Daemon process with this name is stopped (SIGSTOP) and resumed.
@@ -107,18 +107,18 @@ const LOSSLESS_FAULT_DURATION_MS: Range<u32> = 300..6_000;
 /// clients' timeout of 30 s.
 const LOSSY_FAULT_DURATION_MS: Range<u32> = 200..2_500;
 
-impl Fault {
-    pub fn kind(&self) -> FaultKind {
+impl ChaosFault {
+    pub fn kind(&self) -> ChaosFaultKind {
         match self {
-            Self::KillDaemon(_) => FaultKind::Kill,
-            Self::StopDaemon(_) => FaultKind::Stop,
-            Self::UpgradeDaemon(_) => FaultKind::Upgrade,
-            Self::Partition { .. } => FaultKind::Partition,
-            Self::LinkDown(_) => FaultKind::Link,
-            Self::DiskFull { .. } => FaultKind::Disk,
-            Self::EtcdFailure { .. } => FaultKind::Etcd,
-            Self::ClockOffset { .. } => FaultKind::Clock,
-            Self::ByzantineAgent(_) => FaultKind::ByzantineAgent,
+            Self::KillDaemon(_) => ChaosFaultKind::Kill,
+            Self::StopDaemon(_) => ChaosFaultKind::Stop,
+            Self::UpgradeDaemon(_) => ChaosFaultKind::Upgrade,
+            Self::Partition { .. } => ChaosFaultKind::Partition,
+            Self::LinkDown(_) => ChaosFaultKind::Link,
+            Self::DiskFull { .. } => ChaosFaultKind::Disk,
+            Self::EtcdFailure { .. } => ChaosFaultKind::Etcd,
+            Self::ClockOffset { .. } => ChaosFaultKind::Clock,
+            Self::ByzantineAgent(_) => ChaosFaultKind::ByzantineAgent,
         }
     }
 
@@ -173,7 +173,7 @@ fn is_control_port(port: &str) -> bool {
     port == "controller" || port.starts_with("rack")
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for ChaosFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::KillDaemon(daemon) => write!(f, "SIGKILL of {daemon}"),

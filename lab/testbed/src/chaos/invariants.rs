@@ -24,12 +24,12 @@ const TABLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of table checks per check of the controller's status. Status checks are rarer, because they cost the
 /// controller more time.
 const TABLE_CHECKS_PER_STATUS_CHECK: u32 = 5;
-const SCRAPE_TIMEOUT: Duration = Duration::from_millis(300);
+const METRICS_SCRAPE_TIMEOUT: Duration = Duration::from_millis(300);
 const STATUS_TIMEOUT_S: &str = "3";
 
 /// Results of the invariant checks during a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
-pub struct Observations {
+pub struct InvariantObservations {
     /// Number of times that the controller's status was checked.
     pub status_checks: u64,
     /// Number of times that a load balancer's tables were checked.
@@ -49,12 +49,12 @@ pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
     operator: OperatorCli<'a>,
     run_start: Instant,
-    observed_state: Mutex<ObservedState>,
+    observed_state: Mutex<ObservedFleetState>,
 }
 
 #[derive(Debug, Default)]
-struct ObservedState {
-    observations: Observations,
+struct ObservedFleetState {
+    observations: InvariantObservations,
     configuration_generation: u64,
     /// Name of each server, by server id.
     server_names: BTreeMap<u64, String>,
@@ -77,12 +77,12 @@ impl<'a> InvariantChecker<'a> {
         Self { testbed, operator, run_start: Instant::now(), observed_state: Mutex::default() }
     }
 
-    pub fn observations(&self) -> Observations {
+    pub fn observations(&self) -> InvariantObservations {
         self.lock_state().observations.clone()
     }
 
     /// Checks all invariants repeatedly until `stop_flag` is set.
-    pub fn run(&self, stop_flag: &AtomicBool) {
+    pub fn run_checks(&self, stop_flag: &AtomicBool) {
         for poll_index in 0u32.. {
             if stop_flag.load(Ordering::Relaxed) {
                 return;
@@ -96,7 +96,7 @@ impl<'a> InvariantChecker<'a> {
             if poll_index.is_multiple_of(TABLE_CHECKS_PER_STATUS_CHECK)
                 && let Ok(status) = self.query_status()
             {
-                self.check_status(&status);
+                self.check_fleet_status(&status);
             }
             std::thread::sleep(TABLE_CHECK_INTERVAL.saturating_sub(check_start.elapsed()));
         }
@@ -106,7 +106,7 @@ impl<'a> InvariantChecker<'a> {
     /// `status` is the controller's status. If no policy depends on loads, the controller makes new tables only after
     /// changes. Then it suffices that a load balancer has the controller's newest tables.
     pub fn missing_new_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
-        let services = array_or_empty(&status["services"]);
+        let services = as_array_or_empty(&status["services"]);
         let has_load_aware_policy =
             services.iter().any(|service| LOAD_AWARE_POLICIES.iter().any(|policy| service["policy"] == *policy));
         let controller_generation_sum: f64 =
@@ -132,7 +132,7 @@ impl<'a> InvariantChecker<'a> {
         Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
     }
 
-    fn lock_state(&self) -> std::sync::MutexGuard<'_, ObservedState> {
+    fn lock_state(&self) -> std::sync::MutexGuard<'_, ObservedFleetState> {
         self.observed_state.lock().expect("no watcher panics")
     }
 
@@ -164,7 +164,7 @@ impl<'a> InvariantChecker<'a> {
         }
     }
 
-    fn check_status(&self, status: &Value) {
+    fn check_fleet_status(&self, status: &Value) {
         let mut state = self.lock_state();
         state.observations.status_checks += 1;
         let configuration_generation = status["configuration_generation"].as_u64().unwrap_or(0);
@@ -175,20 +175,20 @@ impl<'a> InvariantChecker<'a> {
             ));
         }
         state.configuration_generation = state.configuration_generation.max(configuration_generation);
-        for server in array_or_empty(&status["servers"]) {
+        for server in as_array_or_empty(&status["servers"]) {
             state.check_server_id(server);
-            state.check_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
+            state.check_data_plane_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
         }
-        array_or_empty(&status["services"]).iter().for_each(|service| state.record_health_checks(service));
+        as_array_or_empty(&status["services"]).iter().for_each(|service| state.record_health_checks(service));
         state.check_cookie_keys(&status["keys"]);
-        for balancer in array_or_empty(&status["load_balancers"]) {
+        for balancer in as_array_or_empty(&status["load_balancers"]) {
             let balancer_name = balancer["name"].as_str().unwrap_or_default();
-            state.check_counters(balancer_name, &balancer["state"]["counters"]);
+            state.check_data_plane_counters(balancer_name, &balancer["state"]["counters"]);
         }
     }
 }
 
-impl ObservedState {
+impl ObservedFleetState {
     fn record_violation(&mut self, description: String) {
         if !self.observations.violations.contains(&description) {
             self.observations.violations.push(description);
@@ -213,8 +213,8 @@ impl ObservedState {
     }
 
     fn record_health_checks(&mut self, service: &Value) {
-        for member in array_or_empty(&service["members"]) {
-            for check in array_or_empty(&member["health_checks"]) {
+        for member in as_array_or_empty(&service["members"]) {
+            for check in as_array_or_empty(&member["health_checks"]) {
                 let health_check_key =
                     [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);
                 match check["is_up"] == false {
@@ -235,7 +235,7 @@ impl ObservedState {
     }
 
     /// Checks that no counter of the data plane decreases. The counters must outlive restarts of the daemons.
-    fn check_counters(&mut self, owner: &str, counters: &Value) {
+    fn check_data_plane_counters(&mut self, owner: &str, counters: &Value) {
         for (name, count) in counters.as_object().into_iter().flatten() {
             let current_count = count.as_u64().unwrap_or(0);
             let previous_count =
@@ -252,8 +252,8 @@ impl ObservedState {
 /// Returns the reason for which the fleet has not converged, or `None` if it has. All servers in the document must
 /// report and be up, and all rack controllers must be connected. Each load balancer must have resolved all servers and
 /// have sent its state after `recovery_start`.
-pub fn unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Instant) -> Option<String> {
-    for server in array_or_empty(&status["servers"]) {
+pub fn find_unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Instant) -> Option<String> {
+    for server in as_array_or_empty(&status["servers"]) {
         if server["state"] != "gone" && server["report_state"] != "fresh" {
             return Some(format!("{} reports {}", server["name"], server["report_state"]));
         }
@@ -263,11 +263,11 @@ pub fn unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Ins
     }
     for number in 1..=testbed.options().rack_controller_count {
         let name = rack_controller_name(number);
-        if !array_or_empty(&status["racks"]).iter().any(|rack| rack["name"] == name) {
+        if !as_array_or_empty(&status["racks"]).iter().any(|rack| rack["name"] == name) {
             return Some(format!("{name} is not there"));
         }
     }
-    let load_balancers = array_or_empty(&status["load_balancers"]);
+    let load_balancers = as_array_or_empty(&status["load_balancers"]);
     for number in testbed.load_balancer_numbers() {
         let name = load_balancer_name(number);
         let Some(balancer) = load_balancers.iter().find(|balancer| balancer["name"] == name) else {
@@ -278,7 +278,7 @@ pub fn unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Ins
         if balancer_state.is_null() || state_age > recovery_start.elapsed() {
             return Some(format!("{name} has sent nothing since"));
         }
-        let unresolved_servers = array_or_empty(&balancer_state["unresolved_servers"]);
+        let unresolved_servers = as_array_or_empty(&balancer_state["unresolved_servers"]);
         if !unresolved_servers.is_empty() {
             return Some(format!("{name} does not find {unresolved_servers:?}"));
         }
@@ -286,14 +286,14 @@ pub fn unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Ins
     None
 }
 
-fn array_or_empty(value: &Value) -> &[Value] {
+fn as_array_or_empty(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
 fn scrape_load_balancer_metrics() -> anyhow::Result<String> {
     let address: SocketAddr = METRICS_ADDRESS.parse()?;
-    let mut stream = TcpStream::connect_timeout(&address, SCRAPE_TIMEOUT)?;
-    stream.set_read_timeout(Some(SCRAPE_TIMEOUT))?;
+    let mut stream = TcpStream::connect_timeout(&address, METRICS_SCRAPE_TIMEOUT)?;
+    stream.set_read_timeout(Some(METRICS_SCRAPE_TIMEOUT))?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: coreward\r\nConnection: close\r\n\r\n")?;
     let mut metrics_page = String::new();
     stream.read_to_string(&mut metrics_page)?;
@@ -301,15 +301,15 @@ fn scrape_load_balancer_metrics() -> anyhow::Result<String> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct ResourceUsage {
+pub struct ProcessResourceUsage {
     pub memory_kb: u64,
     pub open_files: u64,
 }
 
 /// Returns the current resource usage of a process. Fails when the process has ended.
-pub fn read_resource_usage(pid: u32) -> anyhow::Result<ResourceUsage> {
+pub fn read_resource_usage(pid: u32) -> anyhow::Result<ProcessResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let resident_memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
     let memory_kb = resident_memory.with_context(|| format!("process {pid} has ended"))?.trim().parse()?;
-    Ok(ResourceUsage { memory_kb, open_files: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64 })
+    Ok(ProcessResourceUsage { memory_kb, open_files: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64 })
 }

@@ -35,23 +35,23 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 
 use crate::conformance::{SetOnDrop, write_busy_times, write_random_busy_times};
-use crate::fleet::{Fleet, FleetOptions, LoadSource, core_load_file_path, read_log_tails};
+use crate::fleet::{CoreLoadSource, Fleet, FleetOptions, core_load_file_path, read_log_tails};
 use crate::interrupt;
-use crate::network_options::NetworkOptions;
+use crate::network_options::TestbedNetworkOptions;
 use crate::nginx::NginxServer;
 use crate::preload::PreloadedFaults;
 use crate::topology::{Testbed, TestbedOptions};
 use byzantine_agent::FalseReportKind;
-use byzantine_share::ByzantineShare;
+use byzantine_share::ByzantineConnectionShare;
 use config_mutator::{ConfigWriter, ExpectedConfig};
 use disk::TmpfsDisk;
 use document::DocumentGenerator;
 use etcd::EtcdCluster;
-use fault::FaultKind;
-use invariants::{InvariantChecker, ResourceUsage};
-use outcome::{ChaosOutcome, Recovery};
-use schedule::{ComponentCounts, FaultSchedule, PlannedFault};
-use test_env::TestEnv;
+use fault::ChaosFaultKind;
+use invariants::{InvariantChecker, ProcessResourceUsage};
+use outcome::{ChaosOutcome, FleetRecovery};
+use schedule::{FaultRoundGenerator, FleetComponentCounts, PlannedFault};
+use test_env::ChaosTestEnv;
 use traffic::{TrafficClients, stream_service_address};
 
 /// Options of `coreward-lab testbed chaos`.
@@ -65,7 +65,7 @@ pub struct ChaosArgs {
     pub seed: u64,
     /// Kinds of fault to inject [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
-    pub faults: Vec<FaultKind>,
+    pub faults: Vec<ChaosFaultKind>,
     /// Number of configuration changes that the controller must acknowledge
     #[arg(long, default_value_t = 500)]
     pub config_changes: u64,
@@ -76,7 +76,7 @@ pub struct ChaosArgs {
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=4))]
     pub racks: u16,
     #[command(flatten)]
-    pub network: NetworkOptions,
+    pub network: TestbedNetworkOptions,
     /// Another version of the `coreward` binary, with which upgrades alternate
     #[arg(long, value_name = "FILE")]
     pub upgrade_binary: Option<PathBuf>,
@@ -89,7 +89,7 @@ const LOAD_BALANCER_COUNT: u16 = 2;
 const SERVER_COUNT: u16 = 4;
 const CORE_COUNT: u16 = 2;
 /// Number of the server whose agent an impostor replaces after the last round. The impostor reports idle cores.
-const IMPERSONATED_SERVER: u16 = 1;
+const IMPERSONATED_SERVER_NUMBER: u16 = 1;
 /// Number of client addresses. The first one is for clients that let the kernel choose their port.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
 /// Maximum time that the fleet may take to converge after a round of faults.
@@ -112,7 +112,7 @@ const MAX_OPEN_FILE_GROWTH: u64 = 16;
 /// Runs the chaos test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
-    let outcome = run("chaos", options)?;
+    let outcome = run_chaos_test("chaos", options)?;
     println!("{}", if options.json { serde_json::to_string_pretty(&outcome)? } else { outcome.to_string() });
     ensure!(outcome.has_passed(), "what must hold did not: see above");
     Ok(())
@@ -120,7 +120,7 @@ pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
 
 /// Runs the chaos test in a new testbed named `instance`. Fails when the setup fails, or when a signal interrupts the
 /// run. Does not fail for violated invariants, which are part of the outcome.
-pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> {
+pub fn run_chaos_test(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> {
     let testbed = create_testbed(instance, options)?;
     let server_numbers = testbed.server_numbers();
     let _nginx: Vec<NginxServer> =
@@ -131,43 +131,43 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
     for number in &server_numbers {
         write_busy_times(&core_load_file_path(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
     }
-    let server_racks = racks_by_server(&server_numbers, options.racks);
+    let server_racks = rack_numbers_by_server(&server_numbers, options.racks);
     let document_generator = create_document_generator(&testbed, options, server_racks.clone());
     let store_disk = TmpfsDisk::mount(&testbed.directory().join("store"))?;
     let preloaded_faults = PreloadedFaults::create(&testbed.directory())?;
     let etcd_cluster = (options.controllers > 1).then(|| EtcdCluster::start(&testbed)).transpose()?;
     let fleet_options = FleetOptions {
-        load_source: LoadSource::PacedServer,
+        load_source: CoreLoadSource::PacedServer,
         applied_document: Some(document_generator.document_text()),
         store_file: Some(store_disk.path().join("controller.redb")),
         preloaded_faults: Some(preloaded_faults.clone()),
         controller_count: options.controllers,
         server_racks,
         uses_tls: true,
-        etcd_endpoints: etcd_cluster.as_ref().map(EtcdCluster::endpoints).unwrap_or_default(),
+        etcd_endpoints: etcd_cluster.as_ref().map(EtcdCluster::member_endpoints).unwrap_or_default(),
         extra_load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS_ADDRESS),
-        ..options.network.fleet_options()
+        ..options.network.to_fleet_options()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
     let env =
-        TestEnv::new(&testbed, fleet, store_disk, preloaded_faults, etcd_cluster, options.upgrade_binary.clone())?;
+        ChaosTestEnv::new(&testbed, fleet, store_disk, preloaded_faults, etcd_cluster, options.upgrade_binary.clone())?;
     ChaosRun::new(&testbed, env, options)?.run_to_outcome(document_generator)
 }
 
 fn create_testbed(instance: &str, options: &ChaosArgs) -> anyhow::Result<Testbed> {
     Testbed::create(TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: SERVER_COUNT,
         core_count: CORE_COUNT,
         load_balancer_count: LOAD_BALANCER_COUNT,
         rack_controller_count: options.racks,
         client_address_count: CLIENT_ADDRESS_COUNT,
-        ..options.network.testbed_options()
+        ..options.network.to_testbed_options()
     })
 }
 
 /// Returns the numbers of each server's rack controllers, by server number. The map is empty if `rack_count` is 0.
-fn racks_by_server(server_numbers: &[u16], rack_count: u16) -> BTreeMap<u16, Vec<u16>> {
+fn rack_numbers_by_server(server_numbers: &[u16], rack_count: u16) -> BTreeMap<u16, Vec<u16>> {
     let servers_with_racks = server_numbers.iter().filter(|_| rack_count > 0);
     servers_with_racks.map(|number| (*number, rack_numbers_of_server(*number, rack_count))).collect()
 }
@@ -191,22 +191,22 @@ fn create_document_generator(
 
 struct ChaosRun<'a> {
     testbed: &'a Testbed,
-    env: TestEnv<'a>,
+    env: ChaosTestEnv<'a>,
     options: &'a ChaosArgs,
-    fault_kinds: Vec<FaultKind>,
+    fault_kinds: Vec<ChaosFaultKind>,
     run_start: Instant,
     fault_counts: BTreeMap<&'static str, u64>,
-    recoveries: Vec<Recovery>,
+    recoveries: Vec<FleetRecovery>,
     violations: Vec<String>,
     initial_pin_count: usize,
-    initial_resource_usage: BTreeMap<String, ResourceUsage>,
+    initial_resource_usage: BTreeMap<String, ProcessResourceUsage>,
 }
 
 impl<'a> ChaosRun<'a> {
-    fn new(testbed: &'a Testbed, mut env: TestEnv<'a>, options: &'a ChaosArgs) -> anyhow::Result<Self> {
+    fn new(testbed: &'a Testbed, mut env: ChaosTestEnv<'a>, options: &'a ChaosArgs) -> anyhow::Result<Self> {
         let mut enabled_fault_kinds =
-            if options.faults.is_empty() { FaultKind::ALL.to_vec() } else { options.faults.clone() };
-        let impossible_fault_kind = if options.controllers > 1 { FaultKind::Disk } else { FaultKind::Etcd };
+            if options.faults.is_empty() { ChaosFaultKind::ALL.to_vec() } else { options.faults.clone() };
+        let impossible_fault_kind = if options.controllers > 1 { ChaosFaultKind::Disk } else { ChaosFaultKind::Etcd };
         enabled_fault_kinds.retain(|kind| *kind != impossible_fault_kind);
         ensure!(
             !enabled_fault_kinds.is_empty(),
@@ -241,12 +241,12 @@ impl<'a> ChaosRun<'a> {
         let (final_resource_usage, byzantine_share) = std::thread::scope(|scope| {
             let _stop_on_drop = (SetOnDrop(&writer_stop_flag), SetOnDrop(&run_stop_flag));
             scope.spawn(|| write_random_busy_times(self.testbed, &run_stop_flag));
-            scope.spawn(|| invariant_checker.run(&run_stop_flag));
+            scope.spawn(|| invariant_checker.run_checks(&run_stop_flag));
             traffic.spawn_clients(scope, &run_stop_flag);
             let config_writer_thread = scope.spawn(|| {
-                writer.run(documents, self.options.config_changes, config_change_interval, &writer_stop_flag)
+                writer.run_changes(documents, self.options.config_changes, config_change_interval, &writer_stop_flag)
             });
-            self.run_rounds(&traffic, &writer, &invariant_checker)?;
+            self.run_fault_rounds(&traffic, &writer, &invariant_checker)?;
             writer_stop_flag.store(true, Ordering::Relaxed);
             let mut final_config =
                 config_writer_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
@@ -268,8 +268,8 @@ impl<'a> ChaosRun<'a> {
         traffic: TrafficClients<'_>,
         writer: &ConfigWriter<'_>,
         invariant_checker: &InvariantChecker<'_>,
-        final_resource_usage: BTreeMap<String, ResourceUsage>,
-        byzantine_share: Option<ByzantineShare>,
+        final_resource_usage: BTreeMap<String, ProcessResourceUsage>,
+        byzantine_share: Option<ByzantineConnectionShare>,
     ) -> anyhow::Result<ChaosOutcome> {
         let mut outcome = ChaosOutcome {
             seconds: self.run_start.elapsed().as_secs_f64(),
@@ -289,7 +289,7 @@ impl<'a> ChaosRun<'a> {
         outcome
             .violations
             .extend(outcome.write_counts.violations.iter().chain(&outcome.observations.violations).cloned());
-        if outcome.traffic.broken_count() > 0 {
+        if outcome.traffic.total_broken_count() > 0 {
             tracing::warn!(
                 event = "connections-broken",
                 "connections broke; the daemons' logs:\n{}",
@@ -300,30 +300,34 @@ impl<'a> ChaosRun<'a> {
     }
 
     /// Runs one round of faults after the other, until the duration of the run is over.
-    fn run_rounds(
+    fn run_fault_rounds(
         &mut self,
         traffic: &TrafficClients<'_>,
         writer: &ConfigWriter<'_>,
         invariant_checker: &InvariantChecker<'_>,
     ) -> anyhow::Result<()> {
         let ChaosArgs { controllers, racks, .. } = *self.options;
-        let component_counts =
-            ComponentCounts { controllers, load_balancers: LOAD_BALANCER_COUNT, racks, servers: SERVER_COUNT };
-        let mut schedule = FaultSchedule::new(self.options.seed, &self.fault_kinds, component_counts);
+        let component_counts = FleetComponentCounts {
+            controller_count: controllers,
+            load_balancers: LOAD_BALANCER_COUNT,
+            rack_controller_count: racks,
+            server_count: SERVER_COUNT,
+        };
+        let mut schedule = FaultRoundGenerator::new(self.options.seed, &self.fault_kinds, component_counts);
         let run_end = self.run_start + Duration::from_secs(self.options.seconds.into());
         while Instant::now() < run_end {
-            let round_faults = schedule.next_round();
+            let round_faults = schedule.draw_next_round();
             self.run_fault_round(&round_faults)?;
             let round_fault_kinds: Vec<&'static str> =
                 round_faults.iter().map(|planned_fault| planned_fault.fault.kind().name()).collect();
             self.wait_until_converged(&round_fault_kinds, invariant_checker)?;
-            let (write_counts, traffic_counts) = (writer.write_counts(), traffic.counts());
+            let (write_counts, traffic_counts) = (writer.write_counts(), traffic.traffic_counts());
             self.print_progress(&format!(
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
                 self.recoveries.last().map_or(0.0, |recovery| recovery.duration_s),
                 write_counts.acknowledged_changes,
-                traffic_counts.good_count(),
-                traffic_counts.broken_count(),
+                traffic_counts.total_good_count(),
+                traffic_counts.total_broken_count(),
             ));
         }
         Ok(())
@@ -361,20 +365,22 @@ impl<'a> ChaosRun<'a> {
         &mut self,
         writer: &ConfigWriter<'_>,
         expected_config: &mut ExpectedConfig,
-    ) -> anyhow::Result<Option<ByzantineShare>> {
-        if !self.fault_kinds.contains(&FaultKind::ByzantineAgent) {
+    ) -> anyhow::Result<Option<ByzantineConnectionShare>> {
+        if !self.fault_kinds.contains(&ChaosFaultKind::ByzantineAgent) {
             return Ok(None);
         }
         writer.undrain_all_but(expected_config, 0)?;
-        self.print_progress(&format!("an impostor reports idle cores of s{IMPERSONATED_SERVER}"));
-        self.env.start_false_reports(IMPERSONATED_SERVER, FalseReportKind::IdleCores)?;
+        self.print_progress(&format!("an impostor reports idle cores of s{IMPERSONATED_SERVER_NUMBER}"));
+        self.env.start_false_reports(IMPERSONATED_SERVER_NUMBER, FalseReportKind::IdleCores)?;
         let service = self.testbed.service_address();
-        let byzantine_share =
-            self.testbed.client().run_within(|| ByzantineShare::measure(service, IMPERSONATED_SERVER, SERVER_COUNT))?;
-        self.env.stop_false_reports(IMPERSONATED_SERVER)?;
+        let byzantine_share = self.testbed.client().run_within(|| {
+            ByzantineConnectionShare::measure_connection_share(service, IMPERSONATED_SERVER_NUMBER, SERVER_COUNT)
+        })?;
+        self.env.stop_false_reports(IMPERSONATED_SERVER_NUMBER)?;
         if byzantine_share.is_over_limit() {
             self.violations.push(format!(
-                "idle cores reported in s{IMPERSONATED_SERVER}'s name drew {byzantine_share}; by second: {:?}\n{}",
+                "idle cores reported in s{IMPERSONATED_SERVER_NUMBER}'s name drew {byzantine_share}; by second: \
+                {:?}\n{}",
                 byzantine_share.seconds,
                 read_log_tails(self.testbed)
             ));
@@ -394,7 +400,7 @@ impl<'a> ChaosRun<'a> {
             interrupt::ensure_not_interrupted()?;
             self.env.restart_ended_daemons()?;
             let unmet_condition = match invariant_checker.query_status() {
-                Ok(status) => invariants::unconverged_reason(self.testbed, &status, recovery_start)
+                Ok(status) => invariants::find_unconverged_reason(self.testbed, &status, recovery_start)
                     .or_else(|| invariant_checker.missing_new_table_reason(&status, recovery_start)),
                 Err(error) => Some(format!("{error:#}")),
             };
@@ -410,7 +416,7 @@ impl<'a> ChaosRun<'a> {
             last_unmet_condition = Some(reason);
             std::thread::sleep(EVENT_POLL_INTERVAL);
         }
-        self.recoveries.push(Recovery {
+        self.recoveries.push(FleetRecovery {
             start_s: self.run_start.elapsed().as_secs_f64(),
             faults: kinds.iter().map(|kind| (*kind).to_owned()).collect(),
             duration_s: recovery_start.elapsed().as_secs_f64(),
@@ -421,7 +427,7 @@ impl<'a> ChaosRun<'a> {
 
     /// Records a violation if the number of pinned BPF objects differs from the start, or if a daemon's resource usage
     /// has grown too much.
-    fn check_resource_growth(&mut self, final_resource_usage: &BTreeMap<String, ResourceUsage>) {
+    fn check_resource_growth(&mut self, final_resource_usage: &BTreeMap<String, ProcessResourceUsage>) {
         let pin_count = count_files(&self.testbed.pin_directory());
         if pin_count != self.initial_pin_count {
             self.violations

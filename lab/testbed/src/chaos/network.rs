@@ -14,24 +14,25 @@ impl<'a> NetworkFaults<'a> {
     /// Creates the nftables table on the switch. Fails when nft (Debian package nftables) or the kernel rejects it.
     pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let network_faults = Self { testbed };
-        network_faults
-            .run_nft("add table bridge chaos; add chain bridge chaos lost { type filter hook forward priority 0; }")?;
+        network_faults.run_nft_commands(
+            "add table bridge chaos; add chain bridge chaos lost { type filter hook forward priority 0; }",
+        )?;
         Ok(network_faults)
     }
 
     /// Makes the switch drop all packets from `sender_port` to `receiver_port`, and if `is_bidirectional` is true, also
     /// those in the other direction.
     pub fn drop_packets(&self, sender_port: &str, receiver_port: &str, is_bidirectional: bool) -> anyhow::Result<()> {
-        let drop_rule = |sender_port: &str, receiver_port: &str| {
+        let build_drop_rule = |sender_port: &str, receiver_port: &str| {
             format!("add rule bridge chaos lost iifname \"{sender_port}\" oifname \"{receiver_port}\" drop;")
         };
-        let reverse_rule = if is_bidirectional { drop_rule(receiver_port, sender_port) } else { String::new() };
-        self.run_nft(&format!("{}{reverse_rule}", drop_rule(sender_port, receiver_port)))
+        let reverse_rule = if is_bidirectional { build_drop_rule(receiver_port, sender_port) } else { String::new() };
+        self.run_nft_commands(&format!("{}{reverse_rule}", build_drop_rule(sender_port, receiver_port)))
     }
 
     /// Removes all rules, so that the switch forwards all packets again.
     pub fn stop_dropping_packets(&self) -> anyhow::Result<()> {
-        self.run_nft("flush chain bridge chaos lost")
+        self.run_nft_commands("flush chain bridge chaos lost")
     }
 
     /// Sets the link of a port up or down. Fails when the port does not exist.
@@ -41,7 +42,7 @@ impl<'a> NetworkFaults<'a> {
         self.testbed.run_command(self.testbed.switch(), command).map(drop)
     }
 
-    fn run_nft(&self, commands: &str) -> anyhow::Result<()> {
+    fn run_nft_commands(&self, commands: &str) -> anyhow::Result<()> {
         let mut command = Command::new("nft");
         command.arg(commands);
         self.testbed.run_command(self.testbed.switch(), command).map(drop)

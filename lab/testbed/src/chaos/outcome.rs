@@ -6,11 +6,11 @@ use std::sync::atomic::Ordering;
 
 use serde::Serialize;
 
-use super::IMPERSONATED_SERVER;
+use super::IMPERSONATED_SERVER_NUMBER;
 use super::byzantine_agent::FalseReportCounters;
-use super::byzantine_share::ByzantineShare;
-use super::config_mutator::WriteCounts;
-use super::invariants::{Observations, ResourceUsage};
+use super::byzantine_share::ByzantineConnectionShare;
+use super::config_mutator::ConfigWriteCounts;
+use super::invariants::{InvariantObservations, ProcessResourceUsage};
 use super::traffic::TrafficCounts;
 
 /// Results of one run of the chaos test.
@@ -23,23 +23,23 @@ pub struct ChaosOutcome {
     /// Numbers of false reports that impostors sent, and of connections that they opened.
     pub false_reports: FalseReportCounts,
     /// Share of new connections that a server got while an impostor reported idle cores, or `None` without impostors.
-    pub byzantine_share: Option<ByzantineShare>,
+    pub byzantine_share: Option<ByzantineConnectionShare>,
     /// Recovery of the fleet after each round of faults, with its duration.
-    pub recoveries: Vec<Recovery>,
-    pub write_counts: WriteCounts,
-    pub observations: Observations,
+    pub recoveries: Vec<FleetRecovery>,
+    pub write_counts: ConfigWriteCounts,
+    pub observations: InvariantObservations,
     /// Numbers of good and broken client connections.
     pub traffic: TrafficCounts,
     /// Resource usage of each daemon at the start of the run.
-    pub usage_before: BTreeMap<String, ResourceUsage>,
+    pub usage_before: BTreeMap<String, ProcessResourceUsage>,
     /// Resource usage of each daemon at the end of the run.
-    pub usage_after: BTreeMap<String, ResourceUsage>,
+    pub usage_after: BTreeMap<String, ProcessResourceUsage>,
     pub violations: Vec<String>,
 }
 
 /// Recovery of the fleet after a round of faults, from the end of its last fault until the fleet has converged.
 #[derive(Debug, Clone, Serialize)]
-pub struct Recovery {
+pub struct FleetRecovery {
     /// End of the round's last fault (seconds since the start of the run).
     pub start_s: f64,
     /// Names of the kinds of fault that the round injected.
@@ -67,7 +67,7 @@ impl From<&FalseReportCounters> for FalseReportCounts {
 
 impl ChaosOutcome {
     pub fn has_passed(&self) -> bool {
-        self.traffic.broken_count() == 0 && self.violations.is_empty()
+        self.traffic.total_broken_count() == 0 && self.violations.is_empty()
     }
 }
 
@@ -84,7 +84,7 @@ impl ChaosOutcome {
         )?;
         writeln!(f, "  impostors    {} reports, {} connections", false_reports.reports, false_reports.connections)?;
         if let Some(byzantine_share) = &self.byzantine_share {
-            writeln!(f, "  idle cores   reported in s{IMPERSONATED_SERVER}'s name drew {byzantine_share}")?;
+            writeln!(f, "  idle cores   reported in s{IMPERSONATED_SERVER_NUMBER}'s name drew {byzantine_share}")?;
         }
         Ok(())
     }
@@ -120,7 +120,7 @@ impl ChaosOutcome {
 
     /// Writes the durations of the median and the slowest recovery, if there was any recovery.
     fn fmt_recoveries(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut recoveries: Vec<&Recovery> = self.recoveries.iter().collect();
+        let mut recoveries: Vec<&FleetRecovery> = self.recoveries.iter().collect();
         recoveries.sort_by(|a, b| a.duration_s.total_cmp(&b.duration_s));
         let Some(slowest_recovery) = recoveries.last() else { return Ok(()) };
         writeln!(

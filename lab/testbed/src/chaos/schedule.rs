@@ -9,7 +9,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::etcd::ETCD_MEMBER_COUNT;
-use super::fault::{Fault, FaultKind};
+use super::fault::{ChaosFault, ChaosFaultKind};
 use crate::addresses::{load_balancer_name, rack_controller_name};
 use crate::fleet::{FIRST_CONTROLLER_NAME, agent_name, controller_name};
 
@@ -26,33 +26,33 @@ pub struct PlannedFault {
     pub start_offset: Duration,
     /// Time from the start of the round to the end of the fault.
     pub end_offset: Duration,
-    pub fault: Fault,
+    pub fault: ChaosFault,
 }
 
 /// Number of components of each kind in the fleet. Faults can affect each component.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ComponentCounts {
+pub struct FleetComponentCounts {
     /// Number of controllers, which store their records in an etcd cluster if there are two or more.
-    pub controllers: u16,
+    pub controller_count: u16,
     pub load_balancers: u16,
     /// Number of rack controllers, or 0 if agents connect to controllers directly.
-    pub racks: u16,
-    pub servers: u16,
+    pub rack_controller_count: u16,
+    pub server_count: u16,
 }
 
 /// Generator of random rounds of faults. Every kind of fault occurs once before any kind is repeated.
 #[derive(Debug)]
-pub struct FaultSchedule {
+pub struct FaultRoundGenerator {
     rng: Xoshiro256PlusPlus,
-    all_kinds: Vec<FaultKind>,
-    unused_kinds: Vec<FaultKind>,
-    component_counts: ComponentCounts,
+    all_kinds: Vec<ChaosFaultKind>,
+    unused_kinds: Vec<ChaosFaultKind>,
+    component_counts: FleetComponentCounts,
 }
 
-impl FaultSchedule {
+impl FaultRoundGenerator {
     /// Creates a schedule of faults of these `kinds`. At least one of the kinds must be possible with the fleet's
     /// components.
-    pub fn new(seed: u64, kinds: &[FaultKind], component_counts: ComponentCounts) -> Self {
+    pub fn new(seed: u64, kinds: &[ChaosFaultKind], component_counts: FleetComponentCounts) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_FAULTS),
             all_kinds: kinds.to_vec(),
@@ -62,101 +62,102 @@ impl FaultSchedule {
     }
 
     /// Returns the faults of the next round, which are at least one, and none of which conflict with each other.
-    pub fn next_round(&mut self) -> Vec<PlannedFault> {
-        let fault_count = 1 + self.random_below(MAX_FAULTS_PER_ROUND);
+    pub fn draw_next_round(&mut self) -> Vec<PlannedFault> {
+        let fault_count = 1 + self.random_number_below(MAX_FAULTS_PER_ROUND);
         let mut planned_faults: Vec<PlannedFault> = Vec::new();
         for _ in 0..fault_count {
-            let kind = self.next_kind();
+            let kind = self.draw_next_kind();
             let fault = self.random_fault(kind);
             if planned_faults.iter().any(|other| other.fault.conflicts_with(&fault)) {
                 self.unused_kinds.push(kind);
                 continue;
             }
-            let start_offset = Duration::from_millis(self.random_below(MAX_FAULT_START_OFFSET_MS).into());
+            let start_offset = Duration::from_millis(self.random_number_below(MAX_FAULT_START_OFFSET_MS).into());
             let duration_range_ms = fault.duration_range_ms();
             let fault_duration = Duration::from_millis(
-                (duration_range_ms.start + self.random_below(duration_range_ms.end - duration_range_ms.start)).into(),
+                (duration_range_ms.start + self.random_number_below(duration_range_ms.end - duration_range_ms.start))
+                    .into(),
             );
             planned_faults.push(PlannedFault { start_offset, end_offset: start_offset + fault_duration, fault });
         }
         planned_faults
     }
 
-    fn next_kind(&mut self) -> FaultKind {
+    fn draw_next_kind(&mut self) -> ChaosFaultKind {
         if self.unused_kinds.is_empty() {
             self.unused_kinds.clone_from(&self.all_kinds);
         }
-        let kind_index = self.random_below(self.unused_kinds.len() as u32);
+        let kind_index = self.random_number_below(self.unused_kinds.len() as u32);
         self.unused_kinds.swap_remove(kind_index as usize)
     }
 
-    fn random_fault(&mut self, kind: FaultKind) -> Fault {
+    fn random_fault(&mut self, kind: ChaosFaultKind) -> ChaosFault {
         match kind {
-            FaultKind::Kill => Fault::KillDaemon(self.random_daemon()),
-            FaultKind::Stop => Fault::StopDaemon(self.random_daemon()),
-            FaultKind::Upgrade => Fault::UpgradeDaemon(self.random_daemon()),
-            FaultKind::Partition => {
+            ChaosFaultKind::Kill => ChaosFault::KillDaemon(self.random_daemon_name()),
+            ChaosFaultKind::Stop => ChaosFault::StopDaemon(self.random_daemon_name()),
+            ChaosFaultKind::Upgrade => ChaosFault::UpgradeDaemon(self.random_daemon_name()),
+            ChaosFaultKind::Partition => {
                 let (sender_port, receiver_port) = self.random_switch_port_pair();
-                Fault::Partition { sender_port, receiver_port, is_bidirectional: self.random_below(2) == 0 }
+                ChaosFault::Partition { sender_port, receiver_port, is_bidirectional: self.random_number_below(2) == 0 }
             }
-            FaultKind::Link => Fault::LinkDown(self.random_switch_port()),
-            FaultKind::Disk => Fault::DiskFull { fails_every_write: self.random_below(2) == 0 },
-            FaultKind::Etcd => Fault::EtcdFailure {
-                hits_leader: self.random_below(2) == 0,
-                member_number: 1 + self.random_below(ETCD_MEMBER_COUNT.into()) as u16,
-                is_stopped: self.random_below(2) == 0,
+            ChaosFaultKind::Link => ChaosFault::LinkDown(self.random_switch_port_name()),
+            ChaosFaultKind::Disk => ChaosFault::DiskFull { fails_every_write: self.random_number_below(2) == 0 },
+            ChaosFaultKind::Etcd => ChaosFault::EtcdFailure {
+                hits_leader: self.random_number_below(2) == 0,
+                member_number: 1 + self.random_number_below(ETCD_MEMBER_COUNT.into()) as u16,
+                is_stopped: self.random_number_below(2) == 0,
             },
-            FaultKind::Clock => {
-                Fault::ClockOffset { daemon: self.random_daemon(), offset_s: self.random_clock_offset_s() }
+            ChaosFaultKind::Clock => {
+                ChaosFault::ClockOffset { daemon: self.random_daemon_name(), offset_s: self.random_clock_offset_s() }
             }
-            FaultKind::ByzantineAgent => Fault::ByzantineAgent(self.random_server()),
+            ChaosFaultKind::ByzantineAgent => ChaosFault::ByzantineAgent(self.random_server_number()),
         }
     }
 
-    fn random_below(&mut self, upper_bound: u32) -> u32 {
+    fn random_number_below(&mut self, upper_bound: u32) -> u32 {
         uniform_below(&mut self.rng, upper_bound)
     }
 
-    fn random_server(&mut self) -> u16 {
-        1 + self.random_below(self.component_counts.servers.into()) as u16
+    fn random_server_number(&mut self) -> u16 {
+        1 + self.random_number_below(self.component_counts.server_count.into()) as u16
     }
 
-    fn random_load_balancer(&mut self) -> u16 {
-        1 + self.random_below(self.component_counts.load_balancers.into()) as u16
+    fn random_load_balancer_number(&mut self) -> u16 {
+        1 + self.random_number_below(self.component_counts.load_balancers.into()) as u16
     }
 
-    fn random_rack(&mut self) -> u16 {
-        1 + self.random_below(self.component_counts.racks.into()) as u16
+    fn random_rack_number(&mut self) -> u16 {
+        1 + self.random_number_below(self.component_counts.rack_controller_count.into()) as u16
     }
 
     fn daemon_role_count(&self) -> u32 {
-        if self.component_counts.racks > 0 { 4 } else { 3 }
+        if self.component_counts.rack_controller_count > 0 { 4 } else { 3 }
     }
 
     /// Returns the name of a random daemon. Each role (controller, load balancer ...) has the same probability.
-    fn random_daemon(&mut self) -> String {
-        match self.random_below(self.daemon_role_count()) {
-            0 => controller_name(1 + self.random_below(self.component_counts.controllers.into()) as u16),
-            1 => load_balancer_name(self.random_load_balancer()),
-            3 => rack_controller_name(self.random_rack()),
-            _ => agent_name(self.random_server()),
+    fn random_daemon_name(&mut self) -> String {
+        match self.random_number_below(self.daemon_role_count()) {
+            0 => controller_name(1 + self.random_number_below(self.component_counts.controller_count.into()) as u16),
+            1 => load_balancer_name(self.random_load_balancer_number()),
+            3 => rack_controller_name(self.random_rack_number()),
+            _ => agent_name(self.random_server_number()),
         }
     }
 
-    fn random_switch_port(&mut self) -> String {
-        match self.random_below(self.daemon_role_count()) {
+    fn random_switch_port_name(&mut self) -> String {
+        match self.random_number_below(self.daemon_role_count()) {
             0 => FIRST_CONTROLLER_NAME.to_owned(),
-            1 => load_balancer_name(self.random_load_balancer()),
-            3 => rack_controller_name(self.random_rack()),
-            _ => format!("s{}", self.random_server()),
+            1 => load_balancer_name(self.random_load_balancer_number()),
+            3 => rack_controller_name(self.random_rack_number()),
+            _ => format!("s{}", self.random_server_number()),
         }
     }
 
     /// Returns a sender's and a different receiver's switch port, between which a fault will drop packets.
     fn random_switch_port_pair(&mut self) -> (String, String) {
-        let sender_port = self.random_switch_port();
+        let sender_port = self.random_switch_port_name();
         loop {
-            let receiver_port = self.random_switch_port();
+            let receiver_port = self.random_switch_port_name();
             if receiver_port != sender_port {
                 return (sender_port, receiver_port);
             }
@@ -165,9 +166,9 @@ impl FaultSchedule {
 
     /// Returns a random clock offset (s), positive or negative, of 1 to 59 seconds, minutes, hours or days.
     fn random_clock_offset_s(&mut self) -> i64 {
-        let unit_seconds = [1, 60, 3_600, 86_400][self.random_below(4) as usize];
-        let offset_s = i64::from(1 + self.random_below(59)) * unit_seconds;
-        if self.random_below(2) == 0 { offset_s } else { -offset_s }
+        let unit_seconds = [1, 60, 3_600, 86_400][self.random_number_below(4) as usize];
+        let offset_s = i64::from(1 + self.random_number_below(59)) * unit_seconds;
+        if self.random_number_below(2) == 0 { offset_s } else { -offset_s }
     }
 }
 
@@ -177,26 +178,26 @@ mod tests {
 
     use super::*;
 
-    const COMPONENT_COUNTS: ComponentCounts =
-        ComponentCounts { controllers: 1, load_balancers: 2, racks: 2, servers: 4 };
+    const COMPONENT_COUNTS: FleetComponentCounts =
+        FleetComponentCounts { controller_count: 1, load_balancers: 2, rack_controller_count: 2, server_count: 4 };
 
     #[test]
     fn equal_seeds_give_equal_schedules_with_every_kind_of_fault() {
         let rounds_of_seed = |seed| {
-            let mut schedule = FaultSchedule::new(seed, &FaultKind::ALL, COMPONENT_COUNTS);
-            (0..40).map(|_| schedule.next_round()).collect::<Vec<_>>()
+            let mut schedule = FaultRoundGenerator::new(seed, &ChaosFaultKind::ALL, COMPONENT_COUNTS);
+            (0..40).map(|_| schedule.draw_next_round()).collect::<Vec<_>>()
         };
         assert_eq!(rounds_of_seed(1), rounds_of_seed(1));
         assert_ne!(rounds_of_seed(1), rounds_of_seed(2));
         let occurring_kinds: BTreeSet<&str> =
             rounds_of_seed(3).iter().flatten().map(|planned_fault| planned_fault.fault.kind().name()).collect();
-        assert_eq!(occurring_kinds.len(), FaultKind::ALL.len(), "{occurring_kinds:?}");
+        assert_eq!(occurring_kinds.len(), ChaosFaultKind::ALL.len(), "{occurring_kinds:?}");
     }
 
     #[test]
     fn no_daemon_has_two_overlapping_faults() {
-        let mut schedule = FaultSchedule::new(5, &FaultKind::ALL, COMPONENT_COUNTS);
-        for round in (0..500).map(|_| schedule.next_round()) {
+        let mut schedule = FaultRoundGenerator::new(5, &ChaosFaultKind::ALL, COMPONENT_COUNTS);
+        for round in (0..500).map(|_| schedule.draw_next_round()) {
             assert!(!round.is_empty());
             for (position, planned_fault) in round.iter().enumerate() {
                 assert!(planned_fault.start_offset <= planned_fault.end_offset);

@@ -8,17 +8,17 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_tls::Role;
+use coreward_tls::FleetRole;
 use nix::sys::signal::Signal;
 
 use super::byzantine_agent::{ByzantineAgent, FalseReportCounters, FalseReportKind};
 use super::disk::TmpfsDisk;
 use super::etcd::EtcdCluster;
-use super::fault::Fault;
-use super::invariants::{ResourceUsage, read_resource_usage};
+use super::fault::ChaosFault;
+use super::invariants::{ProcessResourceUsage, read_resource_usage};
 use super::network::NetworkFaults;
 use crate::fleet::{
-    FIRST_CONTROLLER_NAME, Fleet, agent_name, controller_address_of, coreward_binary, credential_files,
+    FIRST_CONTROLLER_NAME, Fleet, agent_name, controller_address_of, coreward_binary_path, credential_file_paths,
     rack_controller_listen_address, read_log_tails,
 };
 use crate::preload::PreloadedFaults;
@@ -30,7 +30,7 @@ const DAEMON_EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Fleet of daemons, with the faults that currently affect it.
 #[derive(Debug)]
-pub struct TestEnv<'a> {
+pub struct ChaosTestEnv<'a> {
     testbed: &'a Testbed,
     fleet: Fleet,
     network_faults: NetworkFaults<'a>,
@@ -55,7 +55,7 @@ struct RunningImpostor {
     thread: JoinHandle<anyhow::Result<()>>,
 }
 
-impl<'a> TestEnv<'a> {
+impl<'a> ChaosTestEnv<'a> {
     /// Creates an environment without faults. Fails when the switch rejects the packet filter rules.
     pub fn new(
         testbed: &'a Testbed,
@@ -86,47 +86,47 @@ impl<'a> TestEnv<'a> {
         &self.false_report_counters
     }
 
-    pub fn begin_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
+    pub fn begin_fault(&mut self, fault: &ChaosFault) -> anyhow::Result<()> {
         match fault {
-            Fault::KillDaemon(daemon) => self.kill_daemon(daemon),
-            Fault::StopDaemon(daemon) => self.fleet.daemon(daemon)?.send_signal(Signal::SIGSTOP),
-            Fault::UpgradeDaemon(daemon) => self.upgrade_daemon(daemon),
-            Fault::Partition { sender_port, receiver_port, is_bidirectional } => {
+            ChaosFault::KillDaemon(daemon) => self.kill_daemon(daemon),
+            ChaosFault::StopDaemon(daemon) => self.fleet.daemon_process(daemon)?.send_signal(Signal::SIGSTOP),
+            ChaosFault::UpgradeDaemon(daemon) => self.upgrade_daemon(daemon),
+            ChaosFault::Partition { sender_port, receiver_port, is_bidirectional } => {
                 self.network_faults.drop_packets(sender_port, receiver_port, *is_bidirectional)
             }
-            Fault::LinkDown(port) => self.network_faults.set_port_link(port, false),
-            Fault::DiskFull { fails_every_write: true } => {
+            ChaosFault::LinkDown(port) => self.network_faults.set_port_link(port, false),
+            ChaosFault::DiskFull { fails_every_write: true } => {
                 self.preloaded_faults.set_disk_full(FIRST_CONTROLLER_NAME, true)
             }
-            Fault::DiskFull { fails_every_write: false } => self.store_disk.fill(),
-            Fault::EtcdFailure { hits_leader: is_leader, member_number, is_stopped } => {
+            ChaosFault::DiskFull { fails_every_write: false } => self.store_disk.fill(),
+            ChaosFault::EtcdFailure { hits_leader: is_leader, member_number, is_stopped } => {
                 self.begin_etcd_fault(*is_leader, *member_number, *is_stopped)
             }
-            Fault::ClockOffset { daemon, offset_s } => {
+            ChaosFault::ClockOffset { daemon, offset_s } => {
                 self.preloaded_faults.set_clock_offset(daemon, offset_s * NS_PER_SECOND)
             }
-            Fault::ByzantineAgent(server) => self.start_false_reports(*server, FalseReportKind::AllKinds),
+            ChaosFault::ByzantineAgent(server) => self.start_false_reports(*server, FalseReportKind::AllKinds),
         }
         .with_context(|| fault.to_string())
     }
 
-    pub fn end_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
+    pub fn end_fault(&mut self, fault: &ChaosFault) -> anyhow::Result<()> {
         match fault {
-            Fault::KillDaemon(daemon) => {
+            ChaosFault::KillDaemon(daemon) => {
                 self.start_daemon(daemon);
                 Ok(())
             }
-            Fault::StopDaemon(daemon) => self.fleet.daemon(daemon)?.send_signal(Signal::SIGCONT),
-            Fault::UpgradeDaemon(_) => Ok(()),
-            Fault::Partition { .. } => self.network_faults.stop_dropping_packets(),
-            Fault::LinkDown(port) => self.network_faults.set_port_link(port, true),
-            Fault::DiskFull { fails_every_write: true } => {
+            ChaosFault::StopDaemon(daemon) => self.fleet.daemon_process(daemon)?.send_signal(Signal::SIGCONT),
+            ChaosFault::UpgradeDaemon(_) => Ok(()),
+            ChaosFault::Partition { .. } => self.network_faults.stop_dropping_packets(),
+            ChaosFault::LinkDown(port) => self.network_faults.set_port_link(port, true),
+            ChaosFault::DiskFull { fails_every_write: true } => {
                 self.preloaded_faults.set_disk_full(FIRST_CONTROLLER_NAME, false)
             }
-            Fault::DiskFull { fails_every_write: false } => self.store_disk.remove_filler(),
-            Fault::EtcdFailure { is_stopped, .. } => self.end_etcd_fault(*is_stopped),
-            Fault::ClockOffset { daemon, .. } => self.preloaded_faults.set_clock_offset(daemon, 0),
-            Fault::ByzantineAgent(server) => self.stop_false_reports(*server),
+            ChaosFault::DiskFull { fails_every_write: false } => self.store_disk.remove_filler(),
+            ChaosFault::EtcdFailure { is_stopped, .. } => self.end_etcd_fault(*is_stopped),
+            ChaosFault::ClockOffset { daemon, .. } => self.preloaded_faults.set_clock_offset(daemon, 0),
+            ChaosFault::ByzantineAgent(server) => self.stop_false_reports(*server),
         }
         .with_context(|| format!("the end of: {fault}"))
     }
@@ -137,7 +137,7 @@ impl<'a> TestEnv<'a> {
             if self.stopped_daemons.contains(&daemon) {
                 continue;
             }
-            if let Some(status) = self.fleet.daemon(&daemon)?.try_wait()? {
+            if let Some(status) = self.fleet.daemon_process(&daemon)?.try_wait()? {
                 self.violations.push(format!("{daemon} ended by itself ({status}):\n{}", read_log_tails(self.testbed)));
                 self.start_daemon(&daemon);
             }
@@ -154,9 +154,9 @@ impl<'a> TestEnv<'a> {
     }
 
     /// Returns the current resource usage of each daemon, by daemon name. Fails when a daemon has ended.
-    pub fn measure_resource_usage(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
+    pub fn measure_resource_usage(&mut self) -> anyhow::Result<BTreeMap<String, ProcessResourceUsage>> {
         let daemons = self.fleet.daemon_names().into_iter();
-        daemons.map(|name| Ok((name.clone(), read_resource_usage(self.fleet.daemon(&name)?.pid())?))).collect()
+        daemons.map(|name| Ok((name.clone(), read_resource_usage(self.fleet.daemon_process(&name)?.pid())?))).collect()
     }
 
     fn controller_names(&self) -> Vec<String> {
@@ -165,13 +165,13 @@ impl<'a> TestEnv<'a> {
 
     fn kill_daemon(&mut self, daemon: &str) -> anyhow::Result<()> {
         self.stopped_daemons.insert(daemon.to_owned());
-        if self.fleet.daemon(daemon)?.try_wait()?.is_some() {
+        if self.fleet.daemon_process(daemon)?.try_wait()?.is_some() {
             return Ok(());
         }
         self.fleet.kill_daemon(daemon)
     }
 
-    /// Starts a daemon. If it ends immediately, [`TestEnv::restart_ended_daemons`] detects and restarts it later.
+    /// Starts a daemon. If it ends immediately, [`ChaosTestEnv::restart_ended_daemons`] detects and restarts it later.
     fn start_daemon(&mut self, daemon: &str) {
         self.stopped_daemons.remove(daemon);
         if let Err(error) = self.fleet.restart_daemon(self.testbed, daemon) {
@@ -180,7 +180,7 @@ impl<'a> TestEnv<'a> {
     }
 
     fn upgrade_daemon(&mut self, daemon: &str) -> anyhow::Result<()> {
-        let exit_status = self.fleet.daemon(daemon)?.terminate(DAEMON_EXIT_TIMEOUT)?;
+        let exit_status = self.fleet.daemon_process(daemon)?.terminate(DAEMON_EXIT_TIMEOUT)?;
         ensure!(exit_status.success(), "{daemon} ended with {exit_status}: {}", read_log_tails(self.testbed));
         if let Some(alternate_executable) = self.alternate_binary.clone() {
             let ran_alternate_binary = self.alternate_binary_daemons.remove(daemon);
@@ -189,7 +189,7 @@ impl<'a> TestEnv<'a> {
             }
             self.fleet.set_daemon_binary(
                 daemon,
-                if ran_alternate_binary { coreward_binary()? } else { alternate_executable },
+                if ran_alternate_binary { coreward_binary_path()? } else { alternate_executable },
             );
         }
         self.start_daemon(daemon);
@@ -198,7 +198,7 @@ impl<'a> TestEnv<'a> {
 
     fn begin_etcd_fault(&mut self, hits_leader: bool, number: u16, is_stopped: bool) -> anyhow::Result<()> {
         let etcd_cluster = self.etcd_cluster.as_mut().context("a fleet without etcd")?;
-        let member_number = if hits_leader { etcd_cluster.leader_number()? } else { number };
+        let member_number = if hits_leader { etcd_cluster.query_leader_number()? } else { number };
         self.failed_etcd_member = Some(member_number);
         if is_stopped {
             etcd_cluster.send_signal(member_number, Signal::SIGSTOP)
@@ -224,7 +224,7 @@ impl<'a> TestEnv<'a> {
         for rack in 1..=self.testbed.options().rack_controller_count {
             controller_addresses.push(rack_controller_listen_address(rack).parse()?);
         }
-        let stolen_credentials = credential_files(self.testbed, Role::Agent, &format!("s{server}"));
+        let stolen_credentials = credential_file_paths(self.testbed, FleetRole::Agent, &format!("s{server}"));
         let impostor =
             ByzantineAgent { server_number: server, stolen_credentials, controller_addresses, report_kind: kind };
         let (server_namespace, false_reports) =
@@ -232,7 +232,7 @@ impl<'a> TestEnv<'a> {
         let stop_flag = Arc::new(AtomicBool::new(false));
         let thread_stop_flag = stop_flag.clone();
         let impostor_thread =
-            std::thread::spawn(move || impostor.run(&server_namespace, &false_reports, &thread_stop_flag));
+            std::thread::spawn(move || impostor.run_impostor(&server_namespace, &false_reports, &thread_stop_flag));
         self.impostors.insert(server, RunningImpostor { stop_flag, thread: impostor_thread });
         Ok(())
     }
@@ -248,7 +248,7 @@ impl<'a> TestEnv<'a> {
     }
 }
 
-impl Drop for TestEnv<'_> {
+impl Drop for ChaosTestEnv<'_> {
     fn drop(&mut self) {
         for RunningImpostor { stop_flag, .. } in self.impostors.values() {
             stop_flag.store(true, Ordering::Relaxed);

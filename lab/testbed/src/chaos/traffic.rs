@@ -14,28 +14,28 @@ use anyhow::ensure;
 use serde::Serialize;
 
 use crate::conformance::{download_once, parse_wrk_output};
-use crate::connection_errors::BrokenConnections;
+use crate::connection_errors::BrokenConnectionCounts;
 use crate::http::{HttpConnection, WorkerIdentity};
 use crate::nginx::WORKER_IDENTITY_PATH;
-use crate::stream::client::{StreamClient, StreamWorkload};
+use crate::stream::client::{StreamClientProcess, StreamWorkload};
 use crate::topology::Testbed;
 
 /// Returns the address of the stream service. That of the web service (nginx) is [`Testbed::service_address`].
 pub fn stream_service_address(testbed: &Testbed) -> SocketAddr {
     SocketAddr::new(testbed.service_address().ip(), 9000)
 }
-/// Number of simultaneous downloads, each of which is limited to [`DOWNLOAD_RATE`].
+/// Number of simultaneous downloads, each of which is limited to [`DOWNLOAD_RATE_LIMIT`].
 const DOWNLOADER_COUNT: u32 = 3;
 /// Rate limit of each download (bytes/s). At this rate a megabyte takes more than three seconds, so that faults happen
 /// during downloads.
-const DOWNLOAD_RATE: &str = "300k";
+const DOWNLOAD_RATE_LIMIT: &str = "300k";
 /// Number of persistent connections. On each one a request is sent once per [`PERSISTENT_QUERY_INTERVAL`].
 const PERSISTENT_CONNECTION_COUNT: usize = 16;
 const PERSISTENT_QUERY_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval between the starts of short connections, on each of which only one request is sent.
 const SHORT_CONNECTION_INTERVAL: Duration = Duration::from_millis(30);
 /// Duration of each run of wrk (s). It is short because wrk prints its results only at the end.
-const WRK_SECONDS: u64 = 10;
+const WRK_RUN_SECONDS: u64 = 10;
 /// Pause between requests on each of wrk's connections (ms), which limits the CPU time that wrk takes.
 const WRK_DELAY_MS: u32 = 20;
 /// Number of new streams per second. Each client address has ports for 50,000 streams.
@@ -48,35 +48,35 @@ const STREAMS_END_TIMEOUT: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct TrafficCounts {
     /// Downloads of a megabyte by curl, each on its own connection.
-    pub downloads: ClientCounts,
+    pub downloads: ClientResultCounts,
     /// Requests of wrk on keep-alive connections.
-    pub requests: ClientCounts,
+    pub requests: ClientResultCounts,
     /// Short connections with one request each.
-    pub short_connections: ClientCounts,
+    pub short_connections: ClientResultCounts,
     /// Responses on connections that stay open for the whole run. All responses on a connection must come from the same
     /// worker.
-    pub kept_connections: ClientCounts,
+    pub kept_connections: ClientResultCounts,
     /// Streams, which are connections that last up to minutes and whose bytes are checked.
-    pub streams: ClientCounts,
+    pub streams: ClientResultCounts,
     /// Broken streams, by kind of error.
-    pub broken_streams: BrokenConnections,
+    pub broken_streams: BrokenConnectionCounts,
     /// Descriptions of the first failures, each with its time (seconds since the start of the run).
     pub failures: Vec<String>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct ClientCounts {
+pub struct ClientResultCounts {
     pub successful: u64,
     pub broken: u64,
 }
 
 impl TrafficCounts {
-    pub fn broken_count(&self) -> u64 {
+    pub fn total_broken_count(&self) -> u64 {
         let Self { downloads, requests, short_connections: short, kept_connections: kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.broken).sum()
     }
 
-    pub fn good_count(&self) -> u64 {
+    pub fn total_good_count(&self) -> u64 {
         let Self { downloads, requests, short_connections: short, kept_connections: kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.successful).sum()
     }
@@ -87,11 +87,11 @@ pub struct TrafficClients<'a> {
     testbed: &'a Testbed,
     run_start: Instant,
     counts: Mutex<TrafficCounts>,
-    stream_client: Option<StreamClient>,
+    stream_client: Option<StreamClientProcess>,
     wrk_delay_script_path: PathBuf,
 }
 
-type ClientCountSelector = fn(&mut TrafficCounts) -> &mut ClientCounts;
+type ClientCountSelector = fn(&mut TrafficCounts) -> &mut ClientResultCounts;
 
 impl<'a> TrafficClients<'a> {
     /// Starts the stream client, which opens connections for `seconds` seconds. Fails when its process cannot be
@@ -101,7 +101,7 @@ impl<'a> TrafficClients<'a> {
         fs::write(&delay_script_path, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
         // Address 0 is for the other clients, which let the kernel choose their ports.
         let client_addresses = 1..testbed.options().client_address_count;
-        let stream_workload = StreamWorkload { seed, ..StreamWorkload::steady(STREAMS_PER_SECOND, seconds) };
+        let stream_workload = StreamWorkload { seed, ..StreamWorkload::with_steady_rate(STREAMS_PER_SECOND, seconds) };
         let stream_client = testbed.start_stream_client_at_address(
             stream_service_address(testbed),
             client_addresses,
@@ -118,7 +118,7 @@ impl<'a> TrafficClients<'a> {
     }
 
     /// Returns the counts so far, without those of the streams, which are counted only at the end.
-    pub fn counts(&self) -> TrafficCounts {
+    pub fn traffic_counts(&self) -> TrafficCounts {
         self.counts.lock().expect("no client panics").clone()
     }
 
@@ -128,7 +128,7 @@ impl<'a> TrafficClients<'a> {
         for _ in 0..DOWNLOADER_COUNT {
             scope.spawn(move || {
                 while is_running() {
-                    let result = download_once(self.testbed, &["--limit-rate", DOWNLOAD_RATE]);
+                    let result = download_once(self.testbed, &["--limit-rate", DOWNLOAD_RATE_LIMIT]);
                     self.record_result(|counts| &mut counts.downloads, "download", result);
                 }
             });
@@ -152,11 +152,11 @@ impl<'a> TrafficClients<'a> {
 
     /// Waits for the end of all streams and returns the final counts. Fails when the stream client fails.
     pub fn wait_for_final_counts(mut self) -> anyhow::Result<TrafficCounts> {
-        let mut traffic_counts = self.counts();
+        let mut traffic_counts = self.traffic_counts();
         if let Some(streams) = self.stream_client.take() {
             let report = streams.wait_and_report(STREAMS_END_TIMEOUT)?;
             let stream_totals = report.sum_of_seconds();
-            traffic_counts.streams = ClientCounts {
+            traffic_counts.streams = ClientResultCounts {
                 successful: stream_totals.completed + report.open_at_end,
                 broken: stream_totals.broken.total_count(),
             };
@@ -202,7 +202,7 @@ impl<'a> TrafficClients<'a> {
     fn run_wrk(&self) {
         let mut command = Command::new("wrk");
         command.args(["--threads", "1", "--connections", "8", "--timeout", "10s", "--duration"]);
-        command.arg(format!("{WRK_SECONDS}s")).arg("--script").arg(&self.wrk_delay_script_path);
+        command.arg(format!("{WRK_RUN_SECONDS}s")).arg("--script").arg(&self.wrk_delay_script_path);
         command.arg(format!("http://{}{WORKER_IDENTITY_PATH}", self.testbed.service_address()));
         let wrk_output = self.testbed.run_command(self.testbed.client(), command);
         match wrk_output.and_then(|output| parse_wrk_output(&String::from_utf8_lossy(&output.stdout))) {

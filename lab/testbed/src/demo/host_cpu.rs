@@ -23,13 +23,13 @@ impl CpuMeter {
     }
 
     /// Starts a measured period. Fails when /proc/stat has an unexpected format.
-    pub fn start(&mut self) -> anyhow::Result<()> {
+    pub fn start_period(&mut self) -> anyhow::Result<()> {
         self.period_start_ticks = read_cpu_ticks()?;
         Ok(())
     }
 
     /// Ends the measured period. Fails when /proc/stat has an unexpected format.
-    pub fn stop(&mut self) -> anyhow::Result<()> {
+    pub fn end_period(&mut self) -> anyhow::Result<()> {
         let current_ticks = read_cpu_ticks()?;
         self.measured_ticks.busy_ticks += current_ticks.busy_ticks - self.period_start_ticks.busy_ticks;
         self.measured_ticks.idle_ticks += current_ticks.idle_ticks - self.period_start_ticks.idle_ticks;

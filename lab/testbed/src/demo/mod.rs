@@ -34,26 +34,26 @@ use coreward_model::statistics::median;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::interrupt;
-use crate::topology::missing_privilege;
+use crate::topology::find_missing_privilege;
 use coreward_load::event_loop::now_ns;
 use host_cpu::CpuMeter;
-pub use options::{DemoOptions, Format};
+pub use options::{DemoOptions, DemoOutputFormat};
 use policy_run::PolicyTestbed;
 use results::{DemoResults, PolicyRuns};
 use samples::SeedMeasures;
 use simulated::SimulatedVariances;
-use timeline::Timeline;
+use timeline::PoolChangeTimeline;
 
 /// Time from the start of the load generators to time 0 of the arrival log, in which the generators read the log.
-const START_DELAY: Duration = Duration::from_millis(700);
+const LOAD_START_DELAY: Duration = Duration::from_millis(700);
 /// Pause between two seeds, so that the load of one seed does not affect the next one.
-const SEED_PAUSE: Duration = Duration::from_secs(1);
+const PAUSE_BETWEEN_SEEDS: Duration = Duration::from_secs(1);
 
 /// Runs the demo and prints its results. Fails without root, when a testbed or a daemon does not start, or when
 /// interrupted. It leaves no processes or network namespaces behind.
-pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
+pub fn run_demo(options: &DemoOptions) -> anyhow::Result<()> {
     if !options.simulated
-        && let Some(privilege_error) = missing_privilege()
+        && let Some(privilege_error) = find_missing_privilege()
     {
         bail!(privilege_error);
     }
@@ -61,17 +61,20 @@ pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     fs::create_dir_all(&options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
     let log_files = write_arrival_logs(options)?;
     if options.simulated {
-        println!("{}", results::simulated_table(&options.policies(), &simulate_logs(options, &log_files)));
+        println!(
+            "{}",
+            results::build_simulated_table(&options.selected_policies(), &simulate_logs(options, &log_files))
+        );
         return Ok(());
     }
     let progress_bar = create_progress_bar(options);
     let demo_results = run_simulation_and_testbeds(options, &log_files, &progress_bar)?;
     progress_bar.finish_and_clear();
-    fs::write(options.out.join("demo.json"), demo_results.json()?)?;
+    fs::write(options.out.join("demo.json"), demo_results.to_json()?)?;
     picture::draw_picture(&demo_results, &options.out.join("demo.svg"))?;
     match options.format {
-        Format::Json => println!("{}", demo_results.json()?),
-        Format::Text => println!("{}", demo_results.text(&options.out)),
+        DemoOutputFormat::Json => println!("{}", demo_results.to_json()?),
+        DemoOutputFormat::Text => println!("{}", demo_results.to_text(&options.out)),
     }
     Ok(())
 }
@@ -87,14 +90,14 @@ fn write_arrival_logs(options: &DemoOptions) -> anyhow::Result<Vec<ArrivalLogFil
         core_count: u32::from(options.servers) * u32::from(options.cores),
         ..Workload::default()
     };
-    let write_log = |seed: &u64| {
+    let write_arrival_log = |seed: &u64| {
         let arrival_log = workload.generate(*seed);
         let log_path = fs::canonicalize(&options.out)?.join(format!("arrivals-seed{seed}.txt"));
         fs::write(&log_path, arrival_log.to_string())
             .with_context(|| format!("cannot write {}", log_path.display()))?;
         Ok(ArrivalLogFile { arrival_log, path: log_path })
     };
-    options.seeds.iter().map(write_log).collect()
+    options.seeds.iter().map(write_arrival_log).collect()
 }
 
 fn run_simulation_and_testbeds(
@@ -102,8 +105,8 @@ fn run_simulation_and_testbeds(
     logs: &[ArrivalLogFile],
     progress: &ProgressBar,
 ) -> anyhow::Result<DemoResults> {
-    let timeline = Timeline::new(options.seconds);
-    let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor_pct(options, &log.arrival_log)).collect();
+    let timeline = PoolChangeTimeline::new(options.seconds);
+    let noise_floors: Vec<f64> = logs.iter().map(|log| simulate_noise_floor_pct(options, &log.arrival_log)).collect();
     // Simulate before the testbeds run, because the simulation's CPU load would disturb the measurements.
     announce_step(progress, "simulating the same logs under the same policies".to_owned());
     let simulated_variances = simulate_logs(options, logs);
@@ -111,7 +114,7 @@ fn run_simulation_and_testbeds(
     let mut policy_testbeds = start_testbeds(options, logs[0].arrival_log.source_address_count, progress)?;
     let mut cpu_meter = CpuMeter::new()?;
     let mut policy_runs: Vec<PolicyRuns> =
-        policy_testbeds.iter().map(|testbed| PolicyRuns::new(testbed.policy())).collect();
+        policy_testbeds.iter().map(|testbed| PolicyRuns::new(testbed.policy_name())).collect();
     let first_generations = query_table_generations(&policy_testbeds)?;
     for (log_index, log) in logs.iter().enumerate() {
         let seed_measures = run_seed(&mut policy_testbeds, log_index, log, &timeline, &mut cpu_meter, progress)?;
@@ -126,7 +129,7 @@ fn run_simulation_and_testbeds(
         policy_runs,
         simulated_variances,
         noise_floor_pct: median(&noise_floors).context("no seed")?,
-        seconds: options.seconds,
+        run_seconds: options.seconds,
         server_count: options.servers,
         cores_per_server: options.cores,
         timeline,
@@ -146,18 +149,23 @@ fn start_testbeds(
         interrupt::ensure_not_interrupted()?;
         Ok(testbed)
     };
-    options.policies().into_iter().map(start_testbed).collect()
+    options.selected_policies().into_iter().map(start_testbed).collect()
 }
 
 fn simulate_logs(options: &DemoOptions, logs: &[ArrivalLogFile]) -> Vec<SimulatedVariances> {
     let arrival_logs: Vec<&ArrivalLog> = logs.iter().map(|log| &log.arrival_log).collect();
-    simulated::simulate_policies(options, &options.policies(), &arrival_logs, &Timeline::new(options.seconds))
+    simulated::simulate_policies(
+        options,
+        &options.selected_policies(),
+        &arrival_logs,
+        &PoolChangeTimeline::new(options.seconds),
+    )
 }
 
 /// Returns the per-core variance (%) of a simulated load balancer that knows all future requests. No real one can do
 /// better. The variance is not 0, because requests are indivisible.
-fn noise_floor_pct(options: &DemoOptions, log: &ArrivalLog) -> f64 {
-    let warm_up_us = timeline::SETTLE_SECONDS * 1_000_000;
+fn simulate_noise_floor_pct(options: &DemoOptions, log: &ArrivalLog) -> f64 {
+    let warm_up_us = timeline::POOL_SETTLE_SECONDS * 1_000_000;
     let replay_settings = ReplaySettings {
         server_count: options.servers,
         cores_per_server: options.cores,
@@ -175,18 +183,18 @@ fn run_seed(
     testbeds: &mut [PolicyTestbed],
     log_index: usize,
     log: &ArrivalLogFile,
-    timeline: &Timeline,
+    timeline: &PoolChangeTimeline,
     cpu_meter: &mut CpuMeter,
     progress: &ProgressBar,
 ) -> anyhow::Result<Vec<SeedMeasures>> {
     let seed = log.arrival_log.seed;
-    let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
+    let start_ns = now_ns() + LOAD_START_DELAY.as_nanos() as u64;
     for testbed in &mut *testbeds {
         testbed.start_load_generator(log_index, &log.path, start_ns)?;
     }
     announce_step(progress, format!("seed {seed}"));
-    cpu_meter.start()?;
-    for second in 0..=timeline.seconds() {
+    cpu_meter.start_period()?;
+    for second in 0..=timeline.run_seconds() {
         interrupt::sleep_until(start_ns + second * 1_000_000_000)?;
         for testbed in &mut *testbeds {
             testbed.record_busy_times()?;
@@ -195,13 +203,13 @@ fn run_seed(
             for testbed in &mut *testbeds {
                 testbed.change_pool(event)?;
             }
-            announce_step(progress, format!("seed {seed}: a server {}", event.action()));
+            announce_step(progress, format!("seed {seed}: a server {}", event.action_verb()));
         }
         progress.inc(u64::from(second > 0));
     }
-    cpu_meter.stop()?;
+    cpu_meter.end_period()?;
     let seed_measures = testbeds.iter_mut().map(|testbed| testbed.finish_seed(seed, timeline)).collect();
-    std::thread::sleep(SEED_PAUSE);
+    std::thread::sleep(PAUSE_BETWEEN_SEEDS);
     seed_measures
 }
 
@@ -214,7 +222,7 @@ fn announce_step(progress: &ProgressBar, message: String) {
 }
 
 fn create_progress_bar(options: &DemoOptions) -> ProgressBar {
-    let step_count = options.policies().len() as u64 + options.seconds * options.seeds.len() as u64;
+    let step_count = options.selected_policies().len() as u64 + options.seconds * options.seeds.len() as u64;
     let style = ProgressStyle::with_template("{elapsed_precise} [{bar:40}] {percent:>3} % {msg}");
     ProgressBar::new(step_count).with_style(style.expect("a template that is known to be right"))
 }

@@ -7,7 +7,7 @@ use clap::builder::PossibleValuesParser;
 use coreward_model::policy;
 
 use super::timeline::MIN_RUN_SECONDS;
-use crate::network_options::NetworkOptions;
+use crate::network_options::TestbedNetworkOptions;
 
 /// Names of the policies in Fig. 2a of CrossRSS (Barbette et al., CoNEXT'20), and of coreward's own policy.
 const COMPARED_POLICIES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
@@ -36,10 +36,10 @@ pub struct DemoOptions {
     #[arg(long, value_enum, default_value_t = TableTrigger::Interval)]
     pub tables: TableTrigger,
     #[command(flatten)]
-    pub network: NetworkOptions,
+    pub network: TestbedNetworkOptions,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    pub format: Format,
+    #[arg(long, value_enum, default_value_t = DemoOutputFormat::Text)]
+    pub format: DemoOutputFormat,
     /// Only replay the arrival logs in the simulator: no testbed, no root
     #[arg(long, conflicts_with = "format")]
     pub simulated: bool,
@@ -59,7 +59,7 @@ pub enum TableTrigger {
 
 /// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Format {
+pub enum DemoOutputFormat {
     /// Text with tables for people.
     Text,
     /// One JSON object.
@@ -68,7 +68,7 @@ pub enum Format {
 
 impl DemoOptions {
     /// Returns the names of the policies to run, each once, in the order in which the model lists them.
-    pub fn policies(&self) -> Vec<&'static str> {
+    pub fn selected_policies(&self) -> Vec<&'static str> {
         let is_requested =
             |name: &&str| self.requested_policies.iter().any(|requested_policy| requested_policy == name);
         policy::policy_names().into_iter().filter(is_requested).collect()
@@ -82,23 +82,23 @@ mod tests {
     use super::*;
 
     #[derive(clap::Parser)]
-    struct TestCommand {
+    struct DemoTestCommand {
         #[command(flatten)]
         options: DemoOptions,
     }
 
-    fn parse(line: &str) -> Result<DemoOptions, String> {
+    fn parse_demo_options(line: &str) -> Result<DemoOptions, String> {
         let arguments = std::iter::once("demo").chain(line.split_whitespace());
-        TestCommand::try_parse_from(arguments).map(|command| command.options).map_err(|error| error.to_string())
+        DemoTestCommand::try_parse_from(arguments).map(|command| command.options).map_err(|error| error.to_string())
     }
 
     #[test]
     fn default_options_select_compared_policies_and_five_seeds() {
-        let options = parse("").unwrap();
-        assert_eq!(options.policies(), COMPARED_POLICIES);
+        let options = parse_demo_options("").unwrap();
+        assert_eq!(options.selected_policies(), COMPARED_POLICIES);
         assert_eq!((options.seeds, options.seconds), (vec![1, 2, 3, 4, 5], 38));
-        let options = parse("--policy crossrss,hash --policy hash --seeds 7,8").unwrap();
-        assert_eq!((options.policies(), options.seeds), (vec!["hash", "crossrss"], vec![7, 8]));
+        let options = parse_demo_options("--policy crossrss,hash --policy hash --seeds 7,8").unwrap();
+        assert_eq!((options.selected_policies(), options.seeds), (vec!["hash", "crossrss"], vec![7, 8]));
     }
 
     #[test]
@@ -112,7 +112,7 @@ mod tests {
             ("--forwarding vxlan", "[possible values: l2, ipip, gue]"),
             ("--family 5", "[possible values: 4, 6]"),
         ] {
-            let error = parse(line).unwrap_err();
+            let error = parse_demo_options(line).unwrap_err();
             assert!(error.contains(expected_text), "{line}: {error}");
         }
     }

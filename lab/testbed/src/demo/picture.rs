@@ -10,11 +10,11 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::results::{DemoResults, PolicyRuns};
 
-const PICTURE_SIZE: (u32, u32) = (1200, 560);
+const PICTURE_SIZE_PX: (u32, u32) = (1200, 560);
 /// Width of the panel that shows the variance in every second (pixels).
 const TIME_PANEL_WIDTH: u32 = 740;
-const FONT: (&str, u32) = ("sans-serif", 14);
-const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
+const PICTURE_FONT: (&str, u32) = ("sans-serif", 14);
+const SMALL_PICTURE_FONT: (&str, u32) = ("sans-serif", 12);
 /// Height of one line of a label, as a fraction of the panel's height.
 const LABEL_LINE_HEIGHT: f64 = 0.032;
 /// Colours of the policies, chosen by Okabe and Ito to be distinguishable with colour-blindness.
@@ -28,11 +28,11 @@ const POLICY_COLORS: [RGBColor; 6] = [
 ];
 const EXCLUDED_SECOND_COLOR: RGBColor = RGBColor(235, 235, 235);
 
-type SvgArea<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type SvgDrawingArea<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// Draws the picture of the results into the file `path`. Fails when the file cannot be written.
 pub fn draw_picture(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
-    let picture_area = SVGBackend::new(path, PICTURE_SIZE).into_drawing_area();
+    let picture_area = SVGBackend::new(path, PICTURE_SIZE_PX).into_drawing_area();
     let draw_result = (|| -> Result<(), DrawingAreaErrorKind<_>> {
         picture_area.fill(&WHITE)?;
         let title = format!(
@@ -56,7 +56,7 @@ fn policy_color(index: usize) -> RGBColor {
 
 /// Returns the range of variances (%) that the axes of both panels show. The scale is logarithmic, because policies
 /// differ by orders of magnitude.
-fn variance_range(results: &DemoResults) -> std::ops::Range<f64> {
+fn variance_axis_range(results: &DemoResults) -> std::ops::Range<f64> {
     let live_variances = results.policy_runs.iter().map(|runs| runs.core_variance_pct());
     let simulated_variances =
         results.simulated_variances.iter().map(|policy_variances| policy_variances.core_variance_pct);
@@ -65,7 +65,7 @@ fn variance_range(results: &DemoResults) -> std::ops::Range<f64> {
 }
 
 /// Returns points (second, per-core variance) of one policy, where the variance is the median over the seeds.
-fn variance_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
+fn variance_points_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
     let median_of_second = |second: u64| {
         let seed_variances =
             runs.seed_measures.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_variance_pct);
@@ -76,48 +76,48 @@ fn variance_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
 
 type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
-fn draw_variance_by_second(results: &DemoResults, area: &SvgArea<'_>) -> DrawResult {
-    let variance_range = variance_range(results);
+fn draw_variance_by_second(results: &DemoResults, area: &SvgDrawingArea<'_>) -> DrawResult {
+    let variance_range = variance_axis_range(results);
     let mut chart = ChartBuilder::on(area)
-        .caption("per-core variance % of the work served, by second (colours as on the right)", FONT)
+        .caption("per-core variance % of the work served, by second (colours as on the right)", PICTURE_FONT)
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
-        .build_cartesian_2d(0.0..results.seconds as f64, variance_range.clone().log_scale())?;
-    let excluded_seconds = (0..results.seconds).filter(|second| !results.timeline.is_counted(*second));
+        .build_cartesian_2d(0.0..results.run_seconds as f64, variance_range.clone().log_scale())?;
+    let excluded_seconds = (0..results.run_seconds).filter(|second| !results.timeline.is_second_counted(*second));
     chart.draw_series(excluded_seconds.map(|second| {
         let rectangle_corners = [(second as f64, variance_range.start), (second as f64 + 1.0, variance_range.end)];
         Rectangle::new(rectangle_corners, EXCLUDED_SECOND_COLOR.filled())
     }))?;
-    chart.configure_mesh().disable_x_mesh().x_desc("s (grey: left out)").label_style(FONT).draw()?;
+    chart.configure_mesh().disable_x_mesh().x_desc("s (grey: left out)").label_style(PICTURE_FONT).draw()?;
     for (event_second, event) in results.timeline.pool_changes() {
-        let event_label = format!("a server {}", event.action());
+        let event_label = format!("a server {}", event.action_verb());
         let event_label_position = (event_second as f64 + 0.2, variance_range.end / 1.1);
-        chart.draw_series(std::iter::once(Text::new(event_label, event_label_position, FONT)))?;
+        chart.draw_series(std::iter::once(Text::new(event_label, event_label_position, PICTURE_FONT)))?;
     }
     for (index, runs) in results.policy_runs.iter().enumerate() {
         let variance_line =
-            LineSeries::new(variance_by_second(runs, results.seconds), policy_color(index).stroke_width(2));
+            LineSeries::new(variance_points_by_second(runs, results.run_seconds), policy_color(index).stroke_width(2));
         chart.draw_series(variance_line)?;
     }
     let noise_floor_line =
-        [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct.max(variance_range.start)));
+        [0.0, results.run_seconds as f64].map(|x| (x, results.noise_floor_pct.max(variance_range.start)));
     chart.draw_series(DashedLineSeries::new(noise_floor_line, 6, 4, BLACK.stroke_width(1)))?;
     let text = format!("noise floor {:.3}", results.noise_floor_pct);
     let noise_floor_label_position = (0.2, results.noise_floor_pct.max(variance_range.start * 1.5) / 1.05);
-    chart.draw_series(std::iter::once(Text::new(text, noise_floor_label_position, FONT))).map(drop)
+    chart.draw_series(std::iter::once(Text::new(text, noise_floor_label_position, PICTURE_FONT))).map(drop)
 }
 
 /// Draws each policy's median variance as a bar, its range over the seeds as a line, and the simulated range as a box.
-fn draw_median_variances(results: &DemoResults, area: &SvgArea<'_>) -> DrawResult {
-    let (count, scale) = (results.policy_runs.len(), variance_range(results));
+fn draw_median_variances(results: &DemoResults, area: &SvgDrawingArea<'_>) -> DrawResult {
+    let (count, scale) = (results.policy_runs.len(), variance_axis_range(results));
     let mut chart = ChartBuilder::on(area)
-        .caption("per-core variance %: live by seed (bar, line), simulated by draw (box)", FONT)
+        .caption("per-core variance %: live by seed (bar, line), simulated by draw (box)", PICTURE_FONT)
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
         .build_cartesian_2d(0.0..count as f64, scale.clone().log_scale())?;
-    chart.configure_mesh().disable_x_mesh().disable_x_axis().label_style(FONT).draw()?;
+    chart.configure_mesh().disable_x_mesh().disable_x_axis().label_style(PICTURE_FONT).draw()?;
     for (index, runs) in results.policy_runs.iter().enumerate() {
         let (summary, left_x) = (runs.core_variance_pct(), index as f64);
         let bar_corners = [(left_x + 0.15, scale.start), (left_x + 0.85, summary.median)];
@@ -136,7 +136,8 @@ fn draw_median_variances(results: &DemoResults, area: &SvgArea<'_>) -> DrawResul
         }
         let median_line = [box_left_x, box_right_x].map(|x| (x, simulated_summary.median.max(scale.start)));
         chart.draw_series(LineSeries::new(median_line, BLACK.stroke_width(2)))?;
-        let label_style = SMALL_FONT.into_font().into_text_style(area).pos(Pos::new(HPos::Center, VPos::Bottom));
+        let label_style =
+            SMALL_PICTURE_FONT.into_font().into_text_style(area).pos(Pos::new(HPos::Center, VPos::Bottom));
         for (line_number, text) in [(1.0, runs.policy.to_owned()), (0.0, format!("{:.2}", summary.median))] {
             let highest_value = summary.highest.max(simulated_summary.highest);
             let label_position =
@@ -156,7 +157,7 @@ mod tests {
     fn picture_names_every_policy() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("demo.svg");
-        draw_picture(&super::super::results::tests::example_results(), &path).unwrap();
+        draw_picture(&super::super::results::tests::build_example_results(), &path).unwrap();
         let picture_text = std::fs::read_to_string(path).unwrap();
         for expected_text in [
             "hash",

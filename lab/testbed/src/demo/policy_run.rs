@@ -7,23 +7,23 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
-use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_binary};
+use crate::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState, lab_binary_path};
 use crate::instance;
 use crate::load::LoadReport;
 use crate::paced_server::PacedServer;
-use crate::process::{DEFAULT_TIMEOUT, Process};
+use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::{Testbed, TestbedOptions};
 
 use super::options::{DemoOptions, TableTrigger};
 use super::samples::{BusyTimeSample, SeedMeasures};
-use super::timeline::{PoolEvent, Timeline};
+use super::timeline::{PoolChangeTimeline, PoolEvent};
 
 /// Testbed of one policy, with all its daemons. The fields are dropped in this order, so that processes end before the
 /// testbed is removed.
 #[derive(Debug)]
 pub struct PolicyTestbed {
     policy: &'static str,
-    load_generator: Option<Process>,
+    load_generator: Option<TestbedProcess>,
     fleet: Fleet,
     paced_servers: BTreeMap<u16, PacedServer>,
     /// Number of the one server that is outside of the pool, which will join the pool next.
@@ -38,28 +38,28 @@ impl PolicyTestbed {
     /// testbed or a daemon does not start.
     pub fn start(policy: &'static str, options: &DemoOptions, client_addresses_per_log: u16) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
-            instance: instance::unique_name(&instance_prefix(policy))?,
+            instance_name: instance::unique_testbed_name(&testbed_name_prefix(policy))?,
             server_count: options.servers + 1,
             core_count: options.cores,
             // Each log has its own client addresses, because ports stay in TIME-WAIT for a minute.
             client_address_count: client_addresses_per_log * options.seeds.len() as u16,
-            ..options.network.testbed_options()
+            ..options.network.to_testbed_options()
         })?;
         let mut paced_servers = BTreeMap::new();
         for number in testbed.server_numbers() {
             paced_servers.insert(number, testbed.start_paced_server(number)?);
         }
         let fleet_options = FleetOptions {
-            policy: policy.to_owned(),
-            load_source: LoadSource::PacedServer,
+            policy_name: policy.to_owned(),
+            load_source: CoreLoadSource::PacedServer,
             makes_tables_by_interval: options.tables == TableTrigger::Interval,
-            ..options.network.fleet_options()
+            ..options.network.to_fleet_options()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
         let mut pool = fleet.server_pool().clone();
         let waiting_server = options.servers + 1;
         pool.remove(&waiting_server);
-        fleet.set_pool(&testbed, pool)?;
+        fleet.set_server_pool(&testbed, pool)?;
         fleet.wait_until_ready(&testbed)?;
         Ok(Self {
             policy,
@@ -73,7 +73,7 @@ impl PolicyTestbed {
         })
     }
 
-    pub fn policy(&self) -> &'static str {
+    pub fn policy_name(&self) -> &'static str {
         self.policy
     }
 
@@ -90,7 +90,7 @@ impl PolicyTestbed {
     /// Starts the load generator with the arrival log at index `log_index`. Fails when it cannot be started.
     pub fn start_load_generator(&mut self, log_index: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
         let first_address = self.testbed.client_address(self.client_addresses_per_log * log_index as u16);
-        let mut command = Command::new(lab_binary()?);
+        let mut command = Command::new(lab_binary_path()?);
         command.args(["testbed", "load", "--vip", &self.testbed.service_address().to_string(), "--log"]).arg(log);
         command.args(["--first-address", &first_address.to_string(), "--start-at", &start_ns.to_string()]);
         command.stdout(File::create(self.load_report_path())?);
@@ -103,7 +103,7 @@ impl PolicyTestbed {
     /// read.
     pub fn record_busy_times(&mut self) -> anyhow::Result<()> {
         let active_server_sample = |(number, server): (&u16, &PacedServer)| {
-            let is_active = self.fleet.server_pool().get(number) == Some(&AdminState::Active);
+            let is_active = self.fleet.server_pool().get(number) == Some(&ServerAdminState::Active);
             is_active.then(|| server.read_core_busy_ns().map(|busy_ns| (*number, busy_ns)))
         };
         self.busy_time_samples
@@ -116,10 +116,10 @@ impl PolicyTestbed {
     pub fn change_pool(&mut self, event: PoolEvent) -> anyhow::Result<()> {
         let mut pool = self.fleet.server_pool().clone();
         match event {
-            PoolEvent::Join => pool.insert(self.waiting_server, AdminState::Active),
-            PoolEvent::Drain => pool.insert(self.oldest_server_in_pool(), AdminState::Draining),
+            PoolEvent::Join => pool.insert(self.waiting_server, ServerAdminState::Active),
+            PoolEvent::Drain => pool.insert(self.oldest_server_in_pool(), ServerAdminState::Draining),
         };
-        self.fleet.set_pool(&self.testbed, pool)
+        self.fleet.set_server_pool(&self.testbed, pool)
     }
 
     /// Returns the number of the server that has been in the pool longest. This is the number after that of the waiting
@@ -130,9 +130,9 @@ impl PolicyTestbed {
 
     /// Waits for the load generator, removes the drained server from the pool, and returns the results of this seed's
     /// run. Fails when the load generator fails or does not end in time.
-    pub fn finish_seed(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
+    pub fn finish_seed(&mut self, seed: u64, timeline: &PoolChangeTimeline) -> anyhow::Result<SeedMeasures> {
         let mut load_generator = self.load_generator.take().context("no load generator was started")?;
-        let exit_status = load_generator.wait(*DEFAULT_TIMEOUT)?;
+        let exit_status = load_generator.wait_for_exit(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "the load generator of policy {} failed: {exit_status}", self.policy);
         let report: LoadReport = serde_json::from_slice(&fs::read(self.load_report_path())?)?;
         let seed_measures = SeedMeasures::new(seed, &std::mem::take(&mut self.busy_time_samples), timeline, report);
@@ -140,12 +140,12 @@ impl PolicyTestbed {
         self.waiting_server = self.oldest_server_in_pool();
         let mut pool = self.fleet.server_pool().clone();
         pool.remove(&self.waiting_server);
-        self.fleet.set_pool(&self.testbed, pool)?;
+        self.fleet.set_server_pool(&self.testbed, pool)?;
         Ok(seed_measures)
     }
 }
 
 /// Returns the prefix of the names of a policy's testbeds, which has only the ASCII letters and digits of `policy`.
-fn instance_prefix(policy: &str) -> String {
+fn testbed_name_prefix(policy: &str) -> String {
     "demo".chars().chain(policy.chars().filter(char::is_ascii_alphanumeric).take(20)).collect()
 }

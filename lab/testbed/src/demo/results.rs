@@ -6,9 +6,9 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use super::samples::SeedMeasures;
-use super::seed_summary::SeedSummary;
+use super::seed_summary::MedianAndRange;
 use super::simulated::{SIMULATION_DRAW_COUNT, SimulatedVariances};
-use super::timeline::{SETTLE_SECONDS, Timeline};
+use super::timeline::{POOL_SETTLE_SECONDS, PoolChangeTimeline};
 
 /// Maximum busy share of the machine's CPU time (%) at which measured results are reliable.
 const MAX_MACHINE_BUSY_PCT: f64 = 50.0;
@@ -26,25 +26,25 @@ impl PolicyRuns {
         Self { policy, seed_measures: Vec::new(), table_count: 0 }
     }
 
-    fn summarize_seeds(&self, value: impl Fn(&SeedMeasures) -> f64) -> SeedSummary {
-        SeedSummary::of(&self.seed_measures.iter().map(value).collect::<Vec<_>>())
+    fn summarize_seeds(&self, value: impl Fn(&SeedMeasures) -> f64) -> MedianAndRange {
+        MedianAndRange::from_values(&self.seed_measures.iter().map(value).collect::<Vec<_>>())
     }
 
-    pub fn core_variance_pct(&self) -> SeedSummary {
+    pub fn core_variance_pct(&self) -> MedianAndRange {
         self.summarize_seeds(|seed| seed.core_variance_pct)
     }
 
-    pub fn server_variance_pct(&self) -> SeedSummary {
+    pub fn server_variance_pct(&self) -> MedianAndRange {
         self.summarize_seeds(|seed| seed.server_variance_pct)
     }
 
     /// Returns the median latency of requests (ms), summarized over the seeds.
-    pub fn latency_p50_ms(&self) -> SeedSummary {
+    pub fn latency_p50_ms(&self) -> MedianAndRange {
         self.summarize_seeds(|seed| seed.load_report.latency_us.p50 as f64 / 1_000.0)
     }
 
     /// Returns the 99th percentile of the request latency (ms), summarized over the seeds.
-    pub fn latency_p99_ms(&self) -> SeedSummary {
+    pub fn latency_p99_ms(&self) -> MedianAndRange {
         self.summarize_seeds(|seed| seed.load_report.latency_us.p99 as f64 / 1_000.0)
     }
 
@@ -58,7 +58,7 @@ impl PolicyRuns {
 
     /// Describes the numbers of broken connections by kind, or returns an empty string if none broke.
     fn describe_broken_connections(&self) -> String {
-        let sum_over_seeds = |select_count: fn(&crate::connection_errors::BrokenConnections) -> u64| {
+        let sum_over_seeds = |select_count: fn(&crate::connection_errors::BrokenConnectionCounts) -> u64| {
             self.seed_measures.iter().map(|seed| select_count(&seed.load_report.broken)).sum()
         };
         let counts_and_kinds: [(u64, &str); 6] = [
@@ -87,18 +87,18 @@ pub struct DemoResults {
     /// Per-core variance of the best possible placement (%), as the median over the seeds.
     pub noise_floor_pct: f64,
     /// Duration of each seed's run (s).
-    pub seconds: u64,
+    pub run_seconds: u64,
     pub server_count: u16,
     pub cores_per_server: u16,
     /// Times at which the pool changes during each seed's run.
-    pub timeline: Timeline,
+    pub timeline: PoolChangeTimeline,
     /// Share of the machine's CPU time that was busy during the runs (%).
     pub machine_busy_pct: f64,
 }
 
 #[derive(Serialize)]
-struct JsonResults<'a> {
-    policies: Vec<JsonPolicy<'a>>,
+struct JsonDemoResults<'a> {
+    policies: Vec<JsonPolicyResults<'a>>,
     noise_floor_pct: f64,
     seconds: u64,
     servers: u16,
@@ -106,37 +106,37 @@ struct JsonResults<'a> {
 }
 
 #[derive(Serialize)]
-struct JsonPolicy<'a> {
+struct JsonPolicyResults<'a> {
     policy: &'a str,
     server_variance_pct: f64,
     core_variance_pct: f64,
-    latency_ms: JsonLatency,
-    connections: JsonConnections,
+    latency_ms: JsonRequestLatency,
+    connections: JsonConnectionCounts,
     table_generations: u64,
-    simulated: JsonSimulated,
+    simulated: JsonSimulatedVariances,
 }
 
 #[derive(Serialize)]
-struct JsonSimulated {
-    server_variance_pct: JsonComparison,
-    core_variance_pct: JsonComparison,
+struct JsonSimulatedVariances {
+    server_variance_pct: JsonVarianceComparison,
+    core_variance_pct: JsonVarianceComparison,
 }
 
 #[derive(Serialize)]
-struct JsonComparison {
+struct JsonVarianceComparison {
     #[serde(flatten)]
-    simulated: SeedSummary,
+    simulated: MedianAndRange,
     live_is_within: bool,
 }
 
 #[derive(Serialize)]
-struct JsonLatency {
+struct JsonRequestLatency {
     p50: f64,
     p99: f64,
 }
 
 #[derive(Serialize)]
-struct JsonConnections {
+struct JsonConnectionCounts {
     opened: u64,
     broken: u64,
 }
@@ -144,13 +144,13 @@ struct JsonConnections {
 impl DemoResults {
     /// Returns the results as JSON, with medians over the seeds and sums of connections and tables. Fails when a value
     /// is not a number.
-    pub fn json(&self) -> anyhow::Result<String> {
-        let compare_variances = |live_summary: SeedSummary, simulated: SeedSummary| JsonComparison {
+    pub fn to_json(&self) -> anyhow::Result<String> {
+        let compare_variances = |live_summary: MedianAndRange, simulated: MedianAndRange| JsonVarianceComparison {
             simulated,
             live_is_within: simulated.range_contains(live_summary.median),
         };
-        let to_json_policy = |(runs, simulated_variances): (&'_ PolicyRuns, &SimulatedVariances)| JsonPolicy {
-            simulated: JsonSimulated {
+        let to_json_policy = |(runs, simulated_variances): (&'_ PolicyRuns, &SimulatedVariances)| JsonPolicyResults {
+            simulated: JsonSimulatedVariances {
                 server_variance_pct: compare_variances(
                     runs.server_variance_pct(),
                     simulated_variances.server_variance_pct,
@@ -160,16 +160,16 @@ impl DemoResults {
             policy: runs.policy,
             server_variance_pct: runs.server_variance_pct().median,
             core_variance_pct: runs.core_variance_pct().median,
-            latency_ms: JsonLatency { p50: runs.latency_p50_ms().median, p99: runs.latency_p99_ms().median },
-            connections: JsonConnections {
+            latency_ms: JsonRequestLatency { p50: runs.latency_p50_ms().median, p99: runs.latency_p99_ms().median },
+            connections: JsonConnectionCounts {
                 opened: runs.opened_connection_count(),
                 broken: runs.broken_connection_count(),
             },
             table_generations: runs.table_count,
         };
-        let Self { noise_floor_pct, seconds, server_count: servers, cores_per_server: cores, .. } = *self;
+        let Self { noise_floor_pct, run_seconds: seconds, server_count: servers, cores_per_server: cores, .. } = *self;
         let policies_json = self.policy_runs.iter().zip(&self.simulated_variances).map(to_json_policy).collect();
-        Ok(serde_json::to_string_pretty(&JsonResults {
+        Ok(serde_json::to_string_pretty(&JsonDemoResults {
             policies: policies_json,
             noise_floor_pct,
             seconds,
@@ -180,13 +180,13 @@ impl DemoResults {
 
     /// Returns the results as text tables with explanations. `output_directory` is the directory of the picture and the
     /// arrival logs.
-    pub fn text(&self, output_directory: &Path) -> String {
-        let mut lines = vec![self.live_table().to_string(), String::new()];
+    pub fn to_text(&self, output_directory: &Path) -> String {
+        let mut lines = vec![self.build_live_table().to_string(), String::new()];
         lines.extend(self.method_notes());
         for runs in self.policy_runs.iter().filter(|runs| runs.broken_connection_count() > 0) {
             lines.push(format!("Broken under {}: {}.", runs.policy, runs.describe_broken_connections()));
         }
-        lines.extend(["".to_owned(), self.comparison_table().to_string()]);
+        lines.extend(["".to_owned(), self.build_comparison_table().to_string()]);
         lines.push(format!(
             "Live against simulated: the same logs under the same policies in the simulator; medians over the seeds, \
              in\n\
@@ -214,7 +214,7 @@ impl DemoResults {
                 seed_numbers.join(", "),
                 self.server_count,
                 self.cores_per_server,
-                self.seconds
+                self.run_seconds
             ),
             format!(
                 "Noise floor of the per-core variance: {:.3} %: what is left when each connection goes to the core \
@@ -224,7 +224,8 @@ impl DemoResults {
             ),
             format!(
                 "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins \
-                 after\n{join_second} s and another drains after {drain_second} s; {SETTLE_SECONDS} s after start and \
+                 after\n{join_second} s and another drains after {drain_second} s; {POOL_SETTLE_SECONDS} s after \
+                 start and \
                  changes are left out."
             ),
             "Emulated: RSS (virtual Ethernet has none) and cores (paced workers).\n\
@@ -256,11 +257,11 @@ impl DemoResults {
         })
     }
 
-    fn comparison_table(&self) -> Table {
+    fn build_comparison_table(&self) -> Table {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         table.set_header(["policy", "per-core variance %", "simulated", "", "server variance %", "simulated", ""]);
-        let comparison_cells = |live_summary: SeedSummary, simulated_summary: SeedSummary| {
+        let build_comparison_cells = |live_summary: MedianAndRange, simulated_summary: MedianAndRange| {
             let comparison_text = if simulated_summary.range_contains(live_summary.median) {
                 "within the noise"
             } else {
@@ -269,14 +270,15 @@ impl DemoResults {
             [format!("{:.2}", live_summary.median), simulated_summary.format_table_cell(2), comparison_text.to_owned()]
         };
         for (runs, simulated_variances) in self.policy_runs.iter().zip(&self.simulated_variances) {
-            let core_cells = comparison_cells(runs.core_variance_pct(), simulated_variances.core_variance_pct);
-            let server_cells = comparison_cells(runs.server_variance_pct(), simulated_variances.server_variance_pct);
+            let core_cells = build_comparison_cells(runs.core_variance_pct(), simulated_variances.core_variance_pct);
+            let server_cells =
+                build_comparison_cells(runs.server_variance_pct(), simulated_variances.server_variance_pct);
             table.add_row([runs.policy.to_owned()].into_iter().chain(core_cells).chain(server_cells));
         }
         table
     }
 
-    fn live_table(&self) -> Table {
+    fn build_live_table(&self) -> Table {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         table.set_header([
@@ -308,7 +310,7 @@ impl DemoResults {
     }
 }
 
-pub fn simulated_table(policies: &[&str], simulated_variances: &[SimulatedVariances]) -> Table {
+pub fn build_simulated_table(policies: &[&str], simulated_variances: &[SimulatedVariances]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL_CONDENSED);
     table.set_header(["policy", "simulated per-core variance %", "simulated server variance %"]);
@@ -324,16 +326,16 @@ pub fn simulated_table(policies: &[&str], simulated_variances: &[SimulatedVarian
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::connection_errors::BrokenConnections;
+    use crate::connection_errors::BrokenConnectionCounts;
     use crate::demo::samples::VarianceWindow;
-    use crate::load::{Latency, LoadReport};
+    use crate::load::{DelayStatisticsUs, LoadReport};
 
-    fn example_seed_measures(seed: u64, core_variance_pct: f64) -> SeedMeasures {
+    fn build_example_seed_measures(seed: u64, core_variance_pct: f64) -> SeedMeasures {
         SeedMeasures {
             seed,
             windows: (0..18)
                 .map(|second| VarianceWindow {
-                    second,
+                    second_number: second,
                     server_variance_pct: Some(0.5),
                     core_variance_pct: Some(core_variance_pct),
                 })
@@ -343,43 +345,49 @@ pub(super) mod tests {
             load_report: LoadReport {
                 opened: 100,
                 completed: 99,
-                broken: BrokenConnections { reset: u64::from(seed == 2), ..BrokenConnections::default() },
-                latency_us: Latency { p50: 5_100, p99: 20_000, max: 30_000, mean: 6_000.0 },
+                broken: BrokenConnectionCounts { reset: u64::from(seed == 2), ..BrokenConnectionCounts::default() },
+                latency_us: DelayStatisticsUs { p50: 5_100, p99: 20_000, max: 30_000, mean: 6_000.0 },
                 ..LoadReport::default()
             },
         }
     }
 
     /// Returns invented results of two policies and three seeds.
-    pub fn example_results() -> DemoResults {
-        let policy_runs = |policy, variances: [f64; 3]| PolicyRuns {
+    pub fn build_example_results() -> DemoResults {
+        let build_policy_runs = |policy, variances: [f64; 3]| PolicyRuns {
             policy,
-            seed_measures: (1..).zip(variances).map(|(seed, variance)| example_seed_measures(seed, variance)).collect(),
+            seed_measures: (1..)
+                .zip(variances)
+                .map(|(seed, variance)| build_example_seed_measures(seed, variance))
+                .collect(),
             table_count: 540,
         };
-        let seed_summary = |median, lowest, highest| SeedSummary { median, lowest, highest };
-        let simulated_variances = |core_variance_pct| SimulatedVariances {
+        let build_seed_summary = |median, lowest, highest| MedianAndRange { median, lowest, highest };
+        let build_simulated_variances = |core_variance_pct| SimulatedVariances {
             core_variance_pct,
-            server_variance_pct: seed_summary(0.6, 0.4, 0.7),
+            server_variance_pct: build_seed_summary(0.6, 0.4, 0.7),
         };
         DemoResults {
             simulated_variances: vec![
-                simulated_variances(seed_summary(9.0, 7.0, 11.0)),
-                simulated_variances(seed_summary(0.5, 0.4, 0.9)),
+                build_simulated_variances(build_seed_summary(9.0, 7.0, 11.0)),
+                build_simulated_variances(build_seed_summary(0.5, 0.4, 0.9)),
             ],
-            policy_runs: vec![policy_runs("hash", [8.0, 7.0, 12.0]), policy_runs("crossrss", [1.0, 0.5, 2.0])],
+            policy_runs: vec![
+                build_policy_runs("hash", [8.0, 7.0, 12.0]),
+                build_policy_runs("crossrss", [1.0, 0.5, 2.0]),
+            ],
             noise_floor_pct: 0.125,
-            seconds: 18,
+            run_seconds: 18,
             server_count: 4,
             cores_per_server: 4,
-            timeline: Timeline::new(18),
+            timeline: PoolChangeTimeline::new(18),
             machine_busy_pct: 40.0,
         }
     }
 
     #[test]
     fn json_has_the_documented_keys_and_medians() {
-        let json: serde_json::Value = serde_json::from_str(&example_results().json().unwrap()).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&build_example_results().to_json().unwrap()).unwrap();
         let expected_json = serde_json::json!({
             "policy": "hash", "server_variance_pct": 0.5, "core_variance_pct": 8.0,
             "latency_ms": {"p50": 5.1, "p99": 20.0}, "connections": {"opened": 300, "broken": 1},
@@ -398,7 +406,7 @@ pub(super) mod tests {
 
     #[test]
     fn text_mentions_emulated_cores_and_broken_connections() {
-        let text = example_results().text(Path::new("out"));
+        let text = build_example_results().to_text(Path::new("out"));
         for expected_text in [
             "8.00 (7.00-12.00)",
             "Emulated: RSS",
@@ -411,6 +419,10 @@ pub(super) mod tests {
             assert!(text.contains(expected_text), "{expected_text:?} is missing in:\n{text}");
         }
         assert!(!text.contains("WARNING"));
-        assert!(DemoResults { machine_busy_pct: 51.0, ..example_results() }.text(Path::new("out")).contains("WARNING"));
+        assert!(
+            DemoResults { machine_busy_pct: 51.0, ..build_example_results() }
+                .to_text(Path::new("out"))
+                .contains("WARNING")
+        );
     }
 }

@@ -6,7 +6,7 @@ use coreward_model::statistics::{mean, variance_pct};
 
 use crate::load::LoadReport;
 
-use super::timeline::Timeline;
+use super::timeline::PoolChangeTimeline;
 
 /// Busy times of the cores of each server in the pool at one moment (ns since the start of the core), by server number.
 pub type BusyTimeSample = BTreeMap<u16, Vec<u64>>;
@@ -15,7 +15,7 @@ pub type BusyTimeSample = BTreeMap<u16, Vec<u64>>;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct VarianceWindow {
     /// Number of this second, counted from the start of the run.
-    pub second: u64,
+    pub second_number: u64,
     /// Variance of the work among the servers (%), or `None` if no server did any work.
     pub server_variance_pct: Option<f64>,
     /// Variance of the work among the cores (%), or `None` if no core did any work.
@@ -36,9 +36,10 @@ pub struct SeedMeasures {
 
 impl SeedMeasures {
     /// Computes the results from `samples`. One sample was taken at the start of each second, and one at the run's end.
-    pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &Timeline, load_report: LoadReport) -> Self {
-        let variance_windows = windows_between_samples(samples);
-        let MeanVariances { server_variance_pct, core_variance_pct } = MeanVariances::of(&variance_windows, timeline);
+    pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &PoolChangeTimeline, load_report: LoadReport) -> Self {
+        let variance_windows = compute_variance_windows(samples);
+        let MeanVariances { server_variance_pct, core_variance_pct } =
+            MeanVariances::from_windows(&variance_windows, timeline);
         Self { seed, windows: variance_windows, server_variance_pct, core_variance_pct, load_report }
     }
 }
@@ -54,9 +55,9 @@ pub struct MeanVariances {
 
 impl MeanVariances {
     /// Computes the means over those windows that `timeline` counts.
-    pub fn of(windows: &[VarianceWindow], timeline: &Timeline) -> Self {
+    pub fn from_windows(windows: &[VarianceWindow], timeline: &PoolChangeTimeline) -> Self {
         let mean_over_counted_windows = |value: fn(&VarianceWindow) -> Option<f64>| {
-            let counted_values = windows.iter().filter(|window| timeline.is_counted(window.second));
+            let counted_values = windows.iter().filter(|window| timeline.is_second_counted(window.second_number));
             mean(&counted_values.filter_map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
         };
         Self {
@@ -67,14 +68,14 @@ impl MeanVariances {
 }
 
 /// Returns the variances of the work between each two consecutive samples.
-pub fn windows_between_samples(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
+pub fn compute_variance_windows(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
     (0..)
         .zip(samples.windows(2))
-        .map(|(second, sample_pair)| window_between_samples(second, &sample_pair[0], &sample_pair[1]))
+        .map(|(second, sample_pair)| compute_variance_window(second, &sample_pair[0], &sample_pair[1]))
         .collect()
 }
 
-fn window_between_samples(
+fn compute_variance_window(
     second: u64,
     sample_before: &BusyTimeSample,
     sample_after: &BusyTimeSample,
@@ -92,7 +93,7 @@ fn window_between_samples(
     let core_work_by_server: Vec<Vec<f64>> = sample_after.iter().filter_map(core_work_ns).collect();
     let server_work: Vec<f64> = core_work_by_server.iter().map(|cores| cores.iter().sum()).collect();
     VarianceWindow {
-        second,
+        second_number: second,
         server_variance_pct: variance_pct(&server_work),
         core_variance_pct: variance_pct(&core_work_by_server.concat()),
     }
@@ -106,18 +107,21 @@ mod tests {
     fn variance_includes_only_servers_in_both_samples() {
         let sample_before = BusyTimeSample::from([(1, vec![10, 10]), (2, vec![0, 0]), (3, vec![5, 5])]);
         let sample_after = BusyTimeSample::from([(1, vec![11, 13]), (2, vec![1, 3]), (4, vec![900, 900])]);
-        let window = window_between_samples(7, &sample_before, &sample_after);
+        let window = compute_variance_window(7, &sample_before, &sample_after);
         // The cores served 1, 3, 1 and 3, which is 0.5 or 1.5 times the mean. The servers served 4 and 4.
-        assert_eq!(window, VarianceWindow { second: 7, server_variance_pct: Some(0.0), core_variance_pct: Some(25.0) });
+        assert_eq!(
+            window,
+            VarianceWindow { second_number: 7, server_variance_pct: Some(0.0), core_variance_pct: Some(25.0) }
+        );
     }
 
     #[test]
     fn windows_after_pool_changes_are_not_counted() {
-        let timeline = Timeline::new(18);
+        let timeline = PoolChangeTimeline::new(18);
         let mut samples = vec![BusyTimeSample::from([(1, vec![0, 0])])];
         for second in 0..18 {
             let last_busy_times = samples[samples.len() - 1][&1].clone();
-            let busy_time_growth = if timeline.is_counted(second) { [100, 300] } else { [0, 700] };
+            let busy_time_growth = if timeline.is_second_counted(second) { [100, 300] } else { [0, 700] };
             samples.push(BusyTimeSample::from([(
                 1,
                 vec![last_busy_times[0] + busy_time_growth[0], last_busy_times[1] + busy_time_growth[1]],

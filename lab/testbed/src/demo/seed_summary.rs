@@ -5,14 +5,14 @@ use serde::Serialize;
 
 /// Median and range of a value, over the seeds or over the draws of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct SeedSummary {
+pub struct MedianAndRange {
     pub median: f64,
     pub lowest: f64,
     pub highest: f64,
 }
 
-impl SeedSummary {
-    pub fn of(values: &[f64]) -> Self {
+impl MedianAndRange {
+    pub fn from_values(values: &[f64]) -> Self {
         Self {
             median: median(values).unwrap_or(f64::NAN),
             lowest: values.iter().copied().fold(f64::INFINITY, f64::min),

@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use coreward_model::arrivals::ArrivalLog;
 use coreward_model::policy;
-use coreward_model::replay::{PoolChange, ReplaySettings, ReportPhase, replay_for_busy_times};
+use coreward_model::replay::{PoolChange, ReplayReportPhase, ReplaySettings, replay_for_busy_times};
 use coreward_model::statistics::median;
 
 use super::options::DemoOptions;
-use super::samples::{BusyTimeSample, MeanVariances, windows_between_samples};
-use super::seed_summary::SeedSummary;
-use super::timeline::{PoolEvent, Timeline};
+use super::samples::{BusyTimeSample, MeanVariances, compute_variance_windows};
+use super::seed_summary::MedianAndRange;
+use super::timeline::{PoolChangeTimeline, PoolEvent};
 
 /// Number of draws, which are simulations that differ only in their random numbers. If the simulator is correct, the
 /// median of the live run is outside the draws' range once in 10 times. The reason is that each of the 20 values is
@@ -25,8 +25,8 @@ pub const SIMULATION_DRAW_COUNT: usize = 19;
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimulatedVariances {
     /// Per-core variance (%) as the median over the seeds, summarized over the draws.
-    pub core_variance_pct: SeedSummary,
-    pub server_variance_pct: SeedSummary,
+    pub core_variance_pct: MedianAndRange,
+    pub server_variance_pct: MedianAndRange,
 }
 
 /// Simulates the arrival logs under each policy, on all CPUs. Returns the results in the order of `policies`.
@@ -34,7 +34,7 @@ pub fn simulate_policies(
     options: &DemoOptions,
     policies: &[&'static str],
     logs: &[&ArrivalLog],
-    timeline: &Timeline,
+    timeline: &PoolChangeTimeline,
 ) -> Vec<SimulatedVariances> {
     let policy_draws: Vec<(&str, usize)> =
         policies.iter().flat_map(|policy| (0..SIMULATION_DRAW_COUNT).map(move |draw| (*policy, draw))).collect();
@@ -42,13 +42,13 @@ pub fn simulate_policies(
         simulate_draw(options, policy, *draw as u64 + 1, logs, timeline)
     });
     let summarize_draws = |draws: &[MeanVariances], value: fn(&MeanVariances) -> f64| {
-        SeedSummary::of(&draws.iter().map(value).collect::<Vec<_>>())
+        MedianAndRange::from_values(&draws.iter().map(value).collect::<Vec<_>>())
     };
-    let policy_variances = |draws: &[MeanVariances]| SimulatedVariances {
+    let summarize_policy_variances = |draws: &[MeanVariances]| SimulatedVariances {
         core_variance_pct: summarize_draws(draws, |draw| draw.core_variance_pct),
         server_variance_pct: summarize_draws(draws, |draw| draw.server_variance_pct),
     };
-    draw_medians.chunks(SIMULATION_DRAW_COUNT).map(policy_variances).collect()
+    draw_medians.chunks(SIMULATION_DRAW_COUNT).map(summarize_policy_variances).collect()
 }
 
 /// Simulates one draw, in which all logs are replayed on the same fleet, as in the live run. Returns the medians of the
@@ -58,10 +58,10 @@ fn simulate_draw(
     policy: &str,
     draw: u64,
     logs: &[&ArrivalLog],
-    timeline: &Timeline,
+    timeline: &PoolChangeTimeline,
 ) -> MeanVariances {
     let mean_variances_of_log = |(log_index, log): (usize, &&ArrivalLog)| {
-        let report_phase = ReportPhase::Random;
+        let report_phase = ReplayReportPhase::Random;
         let server_count = options.servers + 1;
         let replay_settings = ReplaySettings {
             server_count,
@@ -70,14 +70,14 @@ fn simulate_draw(
             report_phase,
             ..ReplaySettings::default()
         };
-        let pool_changes = planned_pool_changes(options.servers, log_index as u16, timeline);
-        let mut policy = policy::policy_by_name(policy, draw).expect("the demo has run it");
+        let pool_changes = plan_pool_changes(options.servers, log_index as u16, timeline);
+        let mut policy = policy::create_policy_by_name(policy, draw).expect("the demo has run it");
         let core_busy_ns = replay_for_busy_times(log, replay_settings, &pool_changes, policy.as_mut());
         let samples: Vec<BusyTimeSample> = (0..)
             .zip(&core_busy_ns)
-            .map(|(second, busy_ns)| busy_time_sample(busy_ns, options.cores, &pool_changes, second))
+            .map(|(second, busy_ns)| build_busy_time_sample(busy_ns, options.cores, &pool_changes, second))
             .collect();
-        MeanVariances::of(&windows_between_samples(&samples), timeline)
+        MeanVariances::from_windows(&compute_variance_windows(&samples), timeline)
     };
     let log_variances: Vec<MeanVariances> = logs.iter().enumerate().map(mean_variances_of_log).collect();
     let median_over_logs = |value: fn(&MeanVariances) -> f64| {
@@ -91,7 +91,7 @@ fn simulate_draw(
 
 /// Returns the pool's changes during the arrival log at index `log_index`. Servers join in a cyclic order, and the
 /// server that has been in the pool longest drains.
-fn planned_pool_changes(servers: u16, log_index: u16, timeline: &Timeline) -> Vec<PoolChange> {
+fn plan_pool_changes(servers: u16, log_index: u16, timeline: &PoolChangeTimeline) -> Vec<PoolChange> {
     let waiting_server = (servers + log_index) % (servers + 1);
     let mut pool_changes = vec![PoolChange { time_us: 0, server_index: waiting_server, is_eligible: false }];
     pool_changes.extend(timeline.pool_changes().map(|(second, event)| {
@@ -105,7 +105,7 @@ fn planned_pool_changes(servers: u16, log_index: u16, timeline: &Timeline) -> Ve
 }
 
 /// Returns the busy times of the cores in the pool at the start of `second`, before pool changes at that moment.
-fn busy_time_sample(core_busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> BusyTimeSample {
+fn build_busy_time_sample(core_busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> BusyTimeSample {
     let is_made_before = |change: &&PoolChange| change.time_us == 0 || change.time_us < second * 1_000_000;
     let is_eligible = |server: u16| {
         changes
@@ -144,29 +144,29 @@ mod tests {
 
     #[test]
     fn simulated_servers_join_and_drain_as_in_the_live_run() {
-        let timeline = Timeline::new(18);
-        let pool_change = |second: u64, server, eligible| PoolChange {
+        let timeline = PoolChangeTimeline::new(18);
+        let build_pool_change = |second: u64, server, eligible| PoolChange {
             time_us: second * 1_000_000,
             server_index: server,
             is_eligible: eligible,
         };
         assert_eq!(
-            planned_pool_changes(4, 0, &timeline),
-            [pool_change(0, 4, false), pool_change(6, 4, true), pool_change(12, 0, false)]
+            plan_pool_changes(4, 0, &timeline),
+            [build_pool_change(0, 4, false), build_pool_change(6, 4, true), build_pool_change(12, 0, false)]
         );
         assert_eq!(
-            planned_pool_changes(4, 1, &timeline),
-            [pool_change(0, 0, false), pool_change(6, 0, true), pool_change(12, 1, false)]
+            plan_pool_changes(4, 1, &timeline),
+            [build_pool_change(0, 0, false), build_pool_change(6, 0, true), build_pool_change(12, 1, false)]
         );
         let core_busy_ns: Vec<u64> = (0..10).collect();
         let servers_in_pool = |second| {
-            busy_time_sample(&core_busy_ns, 2, &planned_pool_changes(4, 0, &timeline), second)
+            build_busy_time_sample(&core_busy_ns, 2, &plan_pool_changes(4, 0, &timeline), second)
                 .into_keys()
                 .collect::<Vec<_>>()
         };
         assert_eq!([servers_in_pool(0), servers_in_pool(6)], [[1, 2, 3, 4], [1, 2, 3, 4]]);
         assert_eq!((servers_in_pool(7), servers_in_pool(13)), (vec![1, 2, 3, 4, 5], vec![2, 3, 4, 5]));
-        assert_eq!(busy_time_sample(&core_busy_ns, 2, &planned_pool_changes(4, 0, &timeline), 7)[&5], [8, 9]);
+        assert_eq!(build_busy_time_sample(&core_busy_ns, 2, &plan_pool_changes(4, 0, &timeline), 7)[&5], [8, 9]);
     }
 
     #[test]

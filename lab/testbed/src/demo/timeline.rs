@@ -1,9 +1,9 @@
 //! Changes of the pool during a seed's run, and the seconds that count in the results.
 
 /// Number of seconds after the start and after every change of the pool in which variances are not counted.
-pub const SETTLE_SECONDS: u64 = 5;
+pub const POOL_SETTLE_SECONDS: u64 = 5;
 /// Minimum duration of a run (s). In a shorter run, no second between two changes of the pool would be counted.
-pub const MIN_RUN_SECONDS: u64 = 3 * (SETTLE_SECONDS + 1);
+pub const MIN_RUN_SECONDS: u64 = 3 * (POOL_SETTLE_SECONDS + 1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PoolEvent {
@@ -15,7 +15,7 @@ pub enum PoolEvent {
 
 impl PoolEvent {
     /// Returns the verb for what the server does, such as "joins".
-    pub fn action(self) -> &'static str {
+    pub fn action_verb(self) -> &'static str {
         match self {
             Self::Join => "joins",
             Self::Drain => "drains",
@@ -25,23 +25,23 @@ impl PoolEvent {
 
 /// Times of the pool changes in a run, in seconds from its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Timeline {
-    seconds: u64,
+pub struct PoolChangeTimeline {
+    run_seconds: u64,
 }
 
-impl Timeline {
+impl PoolChangeTimeline {
     /// Creates the timeline of a run of `seconds`. Panics with fewer than [`MIN_RUN_SECONDS`] seconds.
-    pub fn new(seconds: u64) -> Self {
-        assert!(seconds >= MIN_RUN_SECONDS, "{seconds} seconds are too short for a run");
-        Self { seconds }
+    pub fn new(run_seconds: u64) -> Self {
+        assert!(run_seconds >= MIN_RUN_SECONDS, "{run_seconds} seconds are too short for a run");
+        Self { run_seconds }
     }
 
-    pub fn seconds(&self) -> u64 {
-        self.seconds
+    pub fn run_seconds(&self) -> u64 {
+        self.run_seconds
     }
 
     pub fn pool_changes(&self) -> [(u64, PoolEvent); 2] {
-        [(self.seconds / 3, PoolEvent::Join), (self.seconds * 2 / 3, PoolEvent::Drain)]
+        [(self.run_seconds / 3, PoolEvent::Join), (self.run_seconds * 2 / 3, PoolEvent::Drain)]
     }
 
     /// Returns the change of the pool at the start of a second, if any.
@@ -50,8 +50,8 @@ impl Timeline {
     }
 
     /// Returns whether the variance in the second that begins at `second` is counted in the means.
-    pub fn is_counted(&self, second: u64) -> bool {
-        let is_unsettled_after = |change: u64| (change..change + SETTLE_SECONDS).contains(&second);
+    pub fn is_second_counted(&self, second: u64) -> bool {
+        let is_unsettled_after = |change: u64| (change..change + POOL_SETTLE_SECONDS).contains(&second);
         !is_unsettled_after(0) && !self.pool_changes().into_iter().any(|(change, _)| is_unsettled_after(change))
     }
 }
@@ -62,8 +62,8 @@ mod tests {
 
     #[test]
     fn seconds_after_start_and_pool_changes_do_not_count() {
-        let timeline = Timeline::new(38);
-        let counted_seconds: Vec<u64> = (0..38).filter(|second| timeline.is_counted(*second)).collect();
+        let timeline = PoolChangeTimeline::new(38);
+        let counted_seconds: Vec<u64> = (0..38).filter(|second| timeline.is_second_counted(*second)).collect();
         let expected_seconds: Vec<u64> = (5..12).chain(17..25).chain(30..38).collect();
         assert_eq!(counted_seconds, expected_seconds);
         assert_eq!(
@@ -75,7 +75,10 @@ mod tests {
 
     #[test]
     fn shortest_run_has_a_counted_second_between_pool_changes() {
-        let timeline = Timeline::new(MIN_RUN_SECONDS);
-        assert_eq!((0..MIN_RUN_SECONDS).filter(|second| timeline.is_counted(*second)).collect::<Vec<_>>(), [5, 11, 17]);
+        let timeline = PoolChangeTimeline::new(MIN_RUN_SECONDS);
+        assert_eq!(
+            (0..MIN_RUN_SECONDS).filter(|second| timeline.is_second_counted(*second)).collect::<Vec<_>>(),
+            [5, 11, 17]
+        );
     }
 }

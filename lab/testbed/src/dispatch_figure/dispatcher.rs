@@ -7,47 +7,50 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use coreward_load::key_value::{ID_OFFSET, TYPE_OFFSET};
+use coreward_load::key_value::{REQUEST_ID_OFFSET, REQUEST_TYPE_OFFSET};
 use coreward_load::request_type::RequestType;
-use coreward_sim::rpc::{Policy, ServiceTimeDistribution};
+use coreward_sim::rpc::{CoreSelectionPolicy, ServiceTimeDistribution};
 use serde_json::Value;
 
 use crate::addresses::SERVICE_ADDRESS;
-use crate::fleet::coreward_binary;
-use crate::process::{DEFAULT_TIMEOUT, Process};
+use crate::fleet::coreward_binary_path;
+use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 /// Running `coreward dispatch` process for one service on one server. Dropping it detaches its BPF program.
 #[derive(Debug)]
-pub struct Dispatcher<'a> {
+pub struct RunningDispatcher<'a> {
     testbed: &'a Testbed,
     server_number: u16,
     pin_directory: PathBuf,
-    dispatch_daemon: Process,
+    dispatch_daemon: TestbedProcess,
 }
 
 /// Returns the configuration (docs/dispatch.md) with which `coreward dispatch` applies the simulator's `policy` to a
 /// key-value service. Requests of class K have the type WORKK. `unit_us` is the unit of service times (us). Fails when
 /// `coreward dispatch` has no such policy.
 pub fn key_value_service_config(
-    policy: &Policy,
+    policy: &CoreSelectionPolicy,
     service: &ServiceTimeDistribution,
     unit_us: f64,
 ) -> anyhow::Result<String> {
     let policy_name = match policy {
-        Policy::ClassBoundedQueue(_) => "jbsrq".to_owned(),
-        Policy::Random | Policy::RoundRobin | Policy::ShortestQueue | Policy::LightestQueue => policy.to_string(),
+        CoreSelectionPolicy::ClassBoundedQueue(_) => "jbsrq".to_owned(),
+        CoreSelectionPolicy::Random
+        | CoreSelectionPolicy::RoundRobin
+        | CoreSelectionPolicy::ShortestQueue
+        | CoreSelectionPolicy::LightestQueue => policy.to_string(),
         other => bail!("coreward dispatch has no policy {other}: expected random, rr, jsq, jlq or jbsrq-fifo"),
     };
     let mut text = format!("listen = \"{SERVICE_ADDRESS}\"\npolicy = \"{policy_name}\"\n");
-    if let Policy::ClassBoundedQueue(options) = policy {
-        let core_limits = (options.reserved_cores, options.bound, options.reserved_bound);
+    if let CoreSelectionPolicy::ClassBoundedQueue(options) = policy {
+        let core_limits = (options.reserved_cores, options.request_bound, options.reserved_bound);
         writeln!(text, "reserved = {}\nbound = {}\nreserved_bound = {}", core_limits.0, core_limits.1, core_limits.2)?;
     }
-    writeln!(text, "request_id = {{ offset = {ID_OFFSET}, bytes = 4 }}")?;
-    writeln!(text, "type_field = {{ offset = {TYPE_OFFSET}, bytes = 1 }}")?;
-    for (class, time) in (0..).zip(service.class_times()) {
-        let type_byte = RequestType::work(class).context("more classes than the protocol has")?.as_byte();
+    writeln!(text, "request_id = {{ offset = {REQUEST_ID_OFFSET}, bytes = 4 }}")?;
+    writeln!(text, "type_field = {{ offset = {REQUEST_TYPE_OFFSET}, bytes = 1 }}")?;
+    for (class, time) in (0..).zip(service.class_service_times()) {
+        let type_byte = RequestType::with_work_class(class).context("more classes than the protocol has")?.as_byte();
         let class_index = class.min(1);
         let expected_ns = (time * unit_us * 1e3).round() as u64;
         writeln!(text, "[[service.type]]\nvalue = {type_byte}\nclass = {class_index}\nexpected = \"{expected_ns}ns\"")?;
@@ -55,7 +58,7 @@ pub fn key_value_service_config(
     Ok(text)
 }
 
-impl<'a> Dispatcher<'a> {
+impl<'a> RunningDispatcher<'a> {
     /// Starts `coreward dispatch` on a server and waits until it has found `worker_count` workers. `service_config`
     /// contains the configuration of the only service, without the heading `[[service]]`. Fails with the command's log
     /// when it does not start, or does not find all workers in time.
@@ -65,7 +68,7 @@ impl<'a> Dispatcher<'a> {
         fs::write(&config_path, format!("pin_directory = {pin_directory:?}\n\n[[service]]\n{service_config}"))?;
         let log_path = testbed.directory().join(format!("dispatch-s{server}.log"));
         let log = File::create(&log_path)?;
-        let mut command = Command::new(coreward_binary()?);
+        let mut command = Command::new(coreward_binary_path()?);
         command.args(["dispatch", "--config"]).arg(&config_path).stdin(Stdio::null());
         command.stdout(log.try_clone()?).stderr(log);
         let dispatch_daemon = testbed.spawn(testbed.server(server)?, command)?;
@@ -89,7 +92,7 @@ impl<'a> Dispatcher<'a> {
     }
 
     fn run_dispatch_command(&self, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
-        let mut command = Command::new(coreward_binary()?);
+        let mut command = Command::new(coreward_binary_path()?);
         command.arg("dispatch").args(arguments).arg("--pin-directory").arg(&self.pin_directory);
         Ok(self.testbed.run_command(self.testbed.server(self.server_number)?, command)?.stdout)
     }
@@ -118,7 +121,7 @@ impl<'a> Dispatcher<'a> {
     }
 }
 
-impl Drop for Dispatcher<'_> {
+impl Drop for RunningDispatcher<'_> {
     fn drop(&mut self) {
         // This cleans up after a failure, and does nothing after `stop`. Remaining pins are removed with the testbed.
         let _ = self.dispatch_daemon.terminate(Duration::from_secs(1));

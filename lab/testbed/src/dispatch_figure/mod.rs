@@ -29,7 +29,7 @@ pub fn interrupt_measurement() {
 
 /// Returns a command that runs `program` with real-time priority, because the program represents another machine, or
 /// CPUs that this machine lacks.
-fn real_time_command(program: PathBuf) -> Command {
+fn build_real_time_command(program: PathBuf) -> Command {
     let mut command = Command::new("chrt");
     command.args(["--fifo", "1"]).arg(program);
     command

@@ -6,37 +6,37 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context as _, ensure};
-use coreward_load::key_value::{MAX_DATAGRAM_BYTES, TYPE_OFFSET};
+use coreward_load::key_value::{MAX_DATAGRAM_BYTES, REQUEST_TYPE_OFFSET};
 use coreward_load::request_type::RequestType;
 use coreward_load::workload::RequestMix;
-use coreward_model::dispatch::{RankRule, Selection};
-use coreward_sim::rpc::{Config, JbsrqOptions};
+use coreward_model::dispatch::{EligibilityRule, RankRule};
+use coreward_sim::rpc::{JbsrqOptions, RpcSimulationConfig};
 use serde_json::Value;
 
-use super::real_time_command;
-use super::requests::KEY_COUNT;
+use super::build_real_time_command;
+use super::requests::INITIAL_KEY_COUNT;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::core_load_file::read_core_load_file;
-use crate::fleet::{coreward_binary, lab_binary};
-use crate::process::{DEFAULT_TIMEOUT, Process};
+use crate::fleet::{coreward_binary_path, lab_binary_path};
+use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 /// Length of each value in the database (bytes). A core answers with one datagram, which can hold 46 values of this
 /// length with their keys.
-const VALUE_BYTES: u16 = 10;
+const DATABASE_VALUE_BYTES: u16 = 10;
 
 /// Running `coreward orchestrate` process, and the server process whose cores get requests from it. Dropping it kills
 /// both processes.
 #[derive(Debug)]
-pub struct Orchestrator {
-    server: Process,
-    daemon: Process,
+pub struct RunningOrchestrator {
+    server: TestbedProcess,
+    daemon: TestbedProcess,
     core_load_file_path: PathBuf,
 }
 
 /// Kind of requests that the server of a figure gets.
 #[derive(Debug, Clone, Copy)]
-pub enum Workload<'a> {
+pub enum FigureRequestKind<'a> {
     /// Requests only occupy a core for their service time.
     ServiceTimeOnly,
     /// Requests only occupy a core. In addition, a second service is a batch that always has requests of this service
@@ -49,10 +49,10 @@ pub enum Workload<'a> {
 /// Returns the configuration of `coreward orchestrate` (docs/orchestrate.md) for a simulated server. `latency_us` is
 /// the longest time for which the daemon sleeps while cores have requests (us). Fails when the service has more classes
 /// than the protocol allows.
-pub fn orchestrate_config(
-    config: &Config,
+pub fn build_orchestrate_config(
+    config: &RpcSimulationConfig,
     options: &JbsrqOptions,
-    workload: Workload<'_>,
+    workload: FigureRequestKind<'_>,
     memory_path: &Path,
     latency_us: u64,
 ) -> anyhow::Result<String> {
@@ -62,8 +62,8 @@ pub fn orchestrate_config(
         RankRule::PerService => "per-service-jbsq",
     };
     let scheduler = match options.scheduler {
-        Selection::FirstEligible => "feo",
-        Selection::Pifo => "pifo",
+        EligibilityRule::FirstEligible => "feo",
+        EligibilityRule::Pifo => "pifo",
     };
     let (cores, depth) = (config.cores, options.queue_depth);
     let mut text = format!(
@@ -71,59 +71,63 @@ pub fn orchestrate_config(
          scheduler = \"{scheduler}\"\nsleep = \"{latency_us}us\"\nwaiting = 16384\n\
          payload = {MAX_DATAGRAM_BYTES}\nstall_after = \"10s\"\n"
     );
-    let services = options.priorities.service_count(config.service.class_times().len() as u8);
+    let services = options.priorities.service_count(config.service.class_service_times().len() as u8);
     for service in 0..services {
         let (priority, lambda) = (service, options.lambda.get());
         writeln!(text, "[[service]]\nlisten = \"{SERVICE_ADDRESS}\"\npriority = {priority}\nlambda = {lambda:?}")?;
         // The last service gets all requests that match no other service.
         if service + 1 < services {
             let request_type = match workload {
-                Workload::RocksDb(mix) => mix.shares().get(usize::from(service)).map(|(request_type, _)| *request_type),
-                Workload::ServiceTimeOnly | Workload::ServiceTimeWithBatch(_) => RequestType::work(service),
+                FigureRequestKind::RocksDb(mix) => {
+                    mix.shares().get(usize::from(service)).map(|(request_type, _)| *request_type)
+                }
+                FigureRequestKind::ServiceTimeOnly | FigureRequestKind::ServiceTimeWithBatch(_) => {
+                    RequestType::with_work_class(service)
+                }
             };
             let type_byte = request_type.context("more classes than the protocol or the mix has")?.as_byte();
-            writeln!(text, "match = {{ offset = {TYPE_OFFSET}, value = {type_byte} }}")?;
+            writeln!(text, "match = {{ offset = {REQUEST_TYPE_OFFSET}, value = {type_byte} }}")?;
         }
     }
     Ok(text)
 }
 
-impl Orchestrator {
+impl RunningOrchestrator {
     /// Starts orchestrator and server process on server 1 for the simulated service of `config`, and waits until all
     /// cores are connected. `unit_us` is the unit of service times (us). Idle cores and the waiting daemon sleep for
     /// the simulated latency of the interface. Fails when one of the two processes does not start.
     pub fn start(
         testbed: &Testbed,
-        config: &Config,
+        config: &RpcSimulationConfig,
         options: &JbsrqOptions,
         unit_us: f64,
-        workload: Workload<'_>,
+        workload: FigureRequestKind<'_>,
     ) -> anyhow::Result<Self> {
-        let file_path = |name: &str| testbed.directory().join(name);
+        let build_file_path = |name: &str| testbed.directory().join(name);
         let (memory_path, core_load_file_path, config_path) =
-            (file_path("cores"), file_path("cores-busy"), file_path("orchestrate.toml"));
+            (build_file_path("cores"), build_file_path("cores-busy"), build_file_path("orchestrate.toml"));
         for old_file in [&memory_path, &core_load_file_path] {
             // Remove the files of an earlier orchestrator, if any.
             let _ = fs::remove_file(old_file);
         }
         let latency_us = units_to_us(config.interface_latency, unit_us);
-        fs::write(&config_path, orchestrate_config(config, options, workload, &memory_path, latency_us)?)?;
-        let log = File::create(file_path("orchestrate.log"))?;
+        fs::write(&config_path, build_orchestrate_config(config, options, workload, &memory_path, latency_us)?)?;
+        let log = File::create(build_file_path("orchestrate.log"))?;
         let namespace = testbed.server(1)?;
-        let mut command = real_time_command(coreward_binary()?);
+        let mut command = build_real_time_command(coreward_binary_path()?);
         command.args(["orchestrate", "--config"]).arg(&config_path);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log.try_clone()?);
         let mut daemon = testbed.spawn(namespace, command)?;
         daemon.wait_for_file("coreward orchestrate", &memory_path)?;
 
-        let mut command = real_time_command(lab_binary()?);
-        command.args(["testbed", "orchestrated-server"]).args(server_arguments(config, options, unit_us));
+        let mut command = build_real_time_command(lab_binary_path()?);
+        command.args(["testbed", "orchestrated-server"]).args(build_server_arguments(config, options, unit_us));
         match workload {
-            Workload::ServiceTimeOnly => (),
-            Workload::ServiceTimeWithBatch(time) => {
+            FigureRequestKind::ServiceTimeOnly => (),
+            FigureRequestKind::ServiceTimeWithBatch(time) => {
                 _ = command.arg(format!("--batch-us={}", units_to_us(time, unit_us)))
             }
-            Workload::RocksDb(_) => _ = command.arg("--rocksdb").arg(file_path("rocksdb")),
+            FigureRequestKind::RocksDb(_) => _ = command.arg("--rocksdb").arg(build_file_path("rocksdb")),
         }
         command.arg("--memory").arg(&memory_path).arg("--busy-file").arg(&core_load_file_path);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
@@ -166,12 +170,12 @@ fn units_to_us(time_in_units: f64, unit_us: f64) -> u64 {
 }
 
 /// Returns the arguments of `coreward-lab testbed orchestrated-server` for a simulated server.
-fn server_arguments(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<String> {
-    let cores: Vec<String> = (0..options.worker_count(config.cores)).map(|core| core.to_string()).collect();
+fn build_server_arguments(config: &RpcSimulationConfig, options: &JbsrqOptions, unit_us: f64) -> Vec<String> {
+    let cores: Vec<String> = (0..options.serving_core_count(config.cores)).map(|core| core.to_string()).collect();
     vec![
         "--paced".to_owned(),
-        format!("--keys={KEY_COUNT}"),
-        format!("--value-bytes={VALUE_BYTES}"),
+        format!("--keys={INITIAL_KEY_COUNT}"),
+        format!("--value-bytes={DATABASE_VALUE_BYTES}"),
         format!("--cores={}", cores.join(",")),
         format!("--quantum-us={}", units_to_us(options.quantum, unit_us)),
         format!("--sleep-us={}", units_to_us(config.interface_latency, unit_us)),
@@ -184,19 +188,20 @@ fn server_arguments(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Ve
 
 #[cfg(test)]
 mod tests {
-    use coreward_sim::rpc::Policy;
+    use coreward_sim::rpc::CoreSelectionPolicy;
 
     use super::*;
 
-    fn orchestrate_config_for(policy: &str, service: &str) -> String {
-        let config = Config {
+    fn build_policy_orchestrate_config(policy: &str, service: &str) -> String {
+        let config = RpcSimulationConfig {
             policy: policy.parse().unwrap(),
             service: service.parse().unwrap(),
             cores: 3,
-            ..Config::default()
+            ..RpcSimulationConfig::default()
         };
-        let Policy::RankedQueue(options) = &config.policy else { panic!("{policy}") };
-        orchestrate_config(&config, options, Workload::ServiceTimeOnly, Path::new("/run/cores"), 220).unwrap()
+        let CoreSelectionPolicy::RankedQueue(options) = &config.policy else { panic!("{policy}") };
+        build_orchestrate_config(&config, options, FigureRequestKind::ServiceTimeOnly, Path::new("/run/cores"), 220)
+            .unwrap()
     }
 
     #[test]
@@ -209,12 +214,15 @@ mod tests {
             "{leading_lines}depth = 4\npolicy = \"jbsrq\"\nscheduler = \"feo\"\n{common_lines}\
              {first_service}lambda = 0.2\nmatch = {{ offset = 0, value = 16 }}\n{second_service}"
         );
-        assert_eq!(orchestrate_config_for("jbsrq:quantum=1", "bimodal:0.1:5"), text_with_priorities);
+        assert_eq!(build_policy_orchestrate_config("jbsrq:quantum=1", "bimodal:0.1:5"), text_with_priorities);
         let text_without_priorities = format!(
             "{leading_lines}depth = 2\npolicy = \"global-jbsq\"\nscheduler = \
              \"pifo\"\n{common_lines}{first_service}lambda = 0.0\n"
         );
         let options = "depth=2,lambda=0,rank=global,scheduler=pifo,priorities=none";
-        assert_eq!(orchestrate_config_for(&format!("jbsrq:{options}"), "bimodal:0.1:5"), text_without_priorities);
+        assert_eq!(
+            build_policy_orchestrate_config(&format!("jbsrq:{options}"), "bimodal:0.1:5"),
+            text_without_priorities
+        );
     }
 }

@@ -4,19 +4,19 @@
 use std::collections::HashMap;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::figure::job::Job;
-use coreward_sim::figure::live::{ProgressCallback, Sample};
-use coreward_sim::figure::scenario::Scenario;
+use coreward_sim::figure::job::SimulationJob;
+use coreward_sim::figure::live::{LiveFigureSample, ProgressCallback};
+use coreward_sim::figure::scenario::FigureScenario;
 use coreward_sim::path;
 
-use super::dispatcher::{Dispatcher, key_value_service_config};
+use super::dispatcher::{RunningDispatcher, key_value_service_config};
 use super::points::{self, find_measurement, measurement_key};
-use super::requests::{Measurement, RequestLoad, raise_open_file_limit};
+use super::requests::{LoadMeasurement, RequestLoad, raise_open_file_limit};
 use crate::addresses::SERVICE_ADDRESS;
-use crate::fleet::{Fleet, FleetOptions, LoadSource};
+use crate::fleet::{CoreLoadSource, Fleet, FleetOptions};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
-use crate::topology::{Testbed, TestbedOptions, missing_privilege};
+use crate::topology::{Testbed, TestbedOptions, find_missing_privilege};
 
 /// Size of the receive buffer of each worker's socket (bytes).
 const RECEIVE_BUFFER_BYTES: &str = "16000000";
@@ -25,29 +25,33 @@ const RECEIVE_BUFFER_BYTES: &str = "16000000";
 /// connection, because the load balancer places each datagram separately. Fails without root, with unsupported metrics,
 /// or when a program cannot be started. Also fails when requests are lost or bypass the dispatchers, when the machine
 /// is too busy, or when interrupted.
-pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
-    if let Some(privilege_error) = missing_privilege() {
+pub fn measure_path_figure(
+    scenario: &FigureScenario,
+    progress: ProgressCallback<'_>,
+) -> anyhow::Result<Vec<LiveFigureSample>> {
+    if let Some(privilege_error) = find_missing_privilege() {
         anyhow::bail!(privilege_error);
     }
     raise_open_file_limit()?;
     let seconds =
         scenario.live.as_ref().and_then(|live_settings| live_settings.seconds).context("[live]: expected `seconds`")?;
     let run_plan = points::plan_runs(scenario)?;
-    let mut configs: Vec<&path::Config> = run_plan.jobs.iter().filter_map(|job| path_config(job)).collect();
+    let mut configs: Vec<&path::PathSimulationConfig> =
+        run_plan.jobs.iter().filter_map(|job| as_path_config(job)).collect();
     // Sort by run first, so that disturbances of the machine affect all series alike, and then by policy to save
     // restarts.
     configs.sort_by_key(|config| (config.seeds.clone(), config.policies.clone()));
-    let mut measurements_by_key: HashMap<String, Measurement> = HashMap::new();
+    let mut measurements_by_key: HashMap<String, LoadMeasurement> = HashMap::new();
     progress(0, configs.len());
     let Some(first_config) = configs.first() else { return Ok(Vec::new()) };
-    let has_same_fleet = |config: &&&path::Config| {
+    let has_same_fleet = |config: &&&path::PathSimulationConfig| {
         (config.servers, config.cores_per_server) == (first_config.servers, first_config.cores_per_server)
     };
     ensure!(
         configs.iter().all(|config| has_same_fleet(&config)),
         "servers and cores: expected the same for all series"
     );
-    let env = TestEnv::start(first_config)?;
+    let env = PathFigureEnv::start(first_config)?;
     for group in configs.chunk_by(|a, b| (&a.seeds, &a.policies) == (&b.seeds, &b.policies)) {
         let _fleet = env.start_fleet(&group[0].policies)?;
         for config in group {
@@ -56,27 +60,29 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
         }
     }
     points::compute_samples(scenario, &run_plan, |plot_point, job| match job {
-        Job::Path(config) => find_measurement(&measurements_by_key, config)?.value(plot_point.query.metric),
+        SimulationJob::Path(config) => {
+            find_measurement(&measurements_by_key, config)?.metric_value(plot_point.query.metric)
+        }
         other => anyhow::bail!("{other:?} is not measured behind a load balancer"),
     })
 }
 
-fn path_config(job: &Job) -> Option<&path::Config> {
-    if let Job::Path(config) = job { Some(config) } else { None }
+fn as_path_config(job: &SimulationJob) -> Option<&path::PathSimulationConfig> {
+    if let SimulationJob::Path(config) = job { Some(config) } else { None }
 }
 
 /// Client, load balancer and servers. The fields are dropped in this order, so that servers end before the testbed.
-struct TestEnv {
+struct PathFigureEnv {
     _key_value_servers: Vec<KeyValueServer>,
     testbed: Testbed,
 }
 
-impl TestEnv {
-    fn start(config: &path::Config) -> anyhow::Result<Self> {
-        let instance = instance::unique_name("pathfigure")?;
+impl PathFigureEnv {
+    fn start(config: &path::PathSimulationConfig) -> anyhow::Result<Self> {
+        let instance = instance::unique_testbed_name("pathfigure")?;
         let (servers, cores) = (config.servers, config.cores_per_server);
         let testbed = Testbed::create(TestbedOptions {
-            instance,
+            instance_name: instance,
             server_count: servers,
             core_count: cores,
             ..TestbedOptions::default()
@@ -96,11 +102,11 @@ impl TestEnv {
             "\n[[service]]\nname = \"requests\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"packet\"\n\
              policy = \"{policy}\"\n"
         );
-        let load_source = LoadSource::PacedServer;
+        let load_source = CoreLoadSource::PacedServer;
         Fleet::start(
             &self.testbed,
             FleetOptions {
-                policy: policy.clone(),
+                policy_name: policy.clone(),
                 load_source,
                 steers_connections: false,
                 extra_fleet_text: service_lines,
@@ -110,8 +116,10 @@ impl TestEnv {
         )
     }
 
-    fn measure_config(&self, config: &path::Config, seconds: f64) -> anyhow::Result<Measurement> {
-        let path::Config { service, unit_us, load, cores_per_server: cores, servers, .. } = config;
+    fn measure_config(&self, config: &path::PathSimulationConfig, seconds: f64) -> anyhow::Result<LoadMeasurement> {
+        let path::PathSimulationConfig {
+            service, unit_us, offered_load: load, cores_per_server: cores, servers, ..
+        } = config;
         ensure!(config.requests_per_connection == 1.0, "requests_per_connection: expected 1");
         let [policy] = &config.dispatch_policies[..] else {
             anyhow::bail!("dispatch policies of one run: expected one")
@@ -119,16 +127,16 @@ impl TestEnv {
         let service_config = key_value_service_config(policy, service, *unit_us)?;
         let server_numbers = self.testbed.server_numbers().into_iter();
         let dispatchers =
-            server_numbers.map(|number| Dispatcher::start(&self.testbed, number, &service_config, *cores));
-        let dispatchers: Vec<Dispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
+            server_numbers.map(|number| RunningDispatcher::start(&self.testbed, number, &service_config, *cores));
+        let dispatchers: Vec<RunningDispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
         let rate_rps = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
         let seed = *config.seeds.first().context("a run without a seed")?;
         let request_load =
-            RequestLoad { service: service.clone(), mix: None, unit_us: *unit_us, rate_rps, seconds, seed };
-        let measurement = request_load.send(&self.testbed)?;
+            RequestLoad { service: service.clone(), mix: None, unit_us: *unit_us, rate_rps, duration_s: seconds, seed };
+        let measurement = request_load.send_and_measure(&self.testbed)?;
         let dispatched_by_server =
-            dispatchers.iter().map(Dispatcher::query_dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
-        dispatchers.into_iter().try_for_each(Dispatcher::stop)?;
+            dispatchers.iter().map(RunningDispatcher::query_dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
+        dispatchers.into_iter().try_for_each(RunningDispatcher::stop)?;
         let (sent_count, lost_count) = measurement.sent_and_lost_counts();
         let dispatched_count: u64 = dispatched_by_server.iter().sum();
         let policy_names = format!("{} and {policy}", config.policies.concat());
@@ -137,7 +145,7 @@ impl TestEnv {
             "{policy_names}: {dispatched_count} of {sent_count} requests were dispatched by coreward dispatch"
         );
         ensure!(lost_count == 0, "{policy_names}: {lost_count} of {sent_count} requests were lost");
-        let p99_latency = measurement.value(coreward_sim::figure::axes::Metric::P99)?;
+        let p99_latency = measurement.metric_value(coreward_sim::figure::axes::FigureMetric::P99)?;
         eprintln!(
             "run {seed}, {policy_names}: p99 {p99_latency:.2} ({sent_count}; by server {dispatched_by_server:?})"
         );

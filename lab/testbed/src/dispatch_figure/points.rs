@@ -4,30 +4,36 @@ use std::collections::HashMap;
 
 use anyhow::{Context as _, bail};
 use coreward_sim::figure::expand::{PlotPoint, RunPlan};
-use coreward_sim::figure::job::Job;
-use coreward_sim::figure::live::Sample;
-use coreward_sim::figure::scenario::Scenario;
+use coreward_sim::figure::job::SimulationJob;
+use coreward_sim::figure::live::LiveFigureSample;
+use coreward_sim::figure::scenario::FigureScenario;
 use coreward_sim::rpc;
 
 /// Returns the runs that the scenario's series need, as in the simulator. Fails when the scenario's parameters are
 /// invalid.
-pub fn plan_runs(scenario: &Scenario) -> anyhow::Result<RunPlan> {
+pub fn plan_runs(scenario: &FigureScenario) -> anyhow::Result<RunPlan> {
     scenario.plan_runs().map_err(|failure| anyhow::anyhow!("{}", failure.cause))
 }
 
 /// Returns the samples for all points of a plan. `point_value` returns the y value of a point.
 pub fn compute_samples(
-    scenario: &Scenario,
+    scenario: &FigureScenario,
     plan: &RunPlan,
-    point_value: impl Fn(&PlotPoint, &Job) -> anyhow::Result<f64>,
-) -> anyhow::Result<Vec<Sample>> {
+    point_value: impl Fn(&PlotPoint, &SimulationJob) -> anyhow::Result<f64>,
+) -> anyhow::Result<Vec<LiveFigureSample>> {
     let compute_sample = |plot_point: &PlotPoint| {
         let (panel, series) = (&scenario.panel[plot_point.panel_index], &scenario.series[plot_point.series_index]);
         let (panel_title, label) = (panel.title.get_ref().clone(), series.label.get_ref().clone());
         let y = point_value(plot_point, &plan.jobs[plot_point.job_index])
             .with_context(|| format!("panel {panel_title:?}, series {label:?}"))?;
         let x_scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
-        Ok(Sample { panel_title, series_label: label, x: plot_point.x / x_scale, run_number: plot_point.seed, y })
+        Ok(LiveFigureSample {
+            panel_title,
+            series_label: label,
+            x: plot_point.x / x_scale,
+            run_number: plot_point.seed,
+            y,
+        })
     };
     plan.plot_points.iter().map(compute_sample).collect()
 }
@@ -45,9 +51,10 @@ pub fn find_measurement<'a, T>(
     measurements.get(&measurement_key(config)).with_context(|| format!("not measured: {config:?}"))
 }
 
-pub fn differ_only_in_load(a: &rpc::Config, b: &rpc::Config) -> bool {
-    let without_load = |config: &rpc::Config| rpc::Config { load: 0.0, ..config.clone() };
-    without_load(a) == without_load(b)
+pub fn differ_only_in_load(a: &rpc::RpcSimulationConfig, b: &rpc::RpcSimulationConfig) -> bool {
+    let remove_load =
+        |config: &rpc::RpcSimulationConfig| rpc::RpcSimulationConfig { offered_load: 0.0, ..config.clone() };
+    remove_load(a) == remove_load(b)
 }
 
 /// Returns the highest load at which the p99 is within `slo`, as `coreward-lab sim capacity` defines it. The points of
@@ -73,11 +80,11 @@ mod tests {
 
     #[test]
     fn max_load_is_where_the_curve_first_crosses_the_slo() {
-        let max_load = |curve: &[(f64, f64)]| max_load_within_slo(curve.to_vec(), 10.0).unwrap();
+        let compute_max_load = |curve: &[(f64, f64)]| max_load_within_slo(curve.to_vec(), 10.0).unwrap();
         // On the logarithmic scale 10 is half-way from 1 to 100.
-        assert!((max_load(&[(0.4, 100.0), (0.2, 1.0)]) - 0.3).abs() < 1e-12);
-        assert_eq!(max_load(&[(0.1, 5.0), (0.2, 10.0), (0.3, 20.0), (0.4, 9.0), (0.5, 30.0)]), 0.2);
-        assert_eq!(max_load(&[(0.1, 11.0), (0.2, 9.0)]), 0.0);
-        assert_eq!(max_load(&[(0.1, 2.0), (0.9, 9.0)]), 0.9);
+        assert!((compute_max_load(&[(0.4, 100.0), (0.2, 1.0)]) - 0.3).abs() < 1e-12);
+        assert_eq!(compute_max_load(&[(0.1, 5.0), (0.2, 10.0), (0.3, 20.0), (0.4, 9.0), (0.5, 30.0)]), 0.2);
+        assert_eq!(compute_max_load(&[(0.1, 11.0), (0.2, 9.0)]), 0.0);
+        assert_eq!(compute_max_load(&[(0.1, 2.0), (0.9, 9.0)]), 0.9);
     }
 }

@@ -6,25 +6,25 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_load::event_loop::now_ns;
-use coreward_load::report::Report;
+use coreward_load::report::LoadRunReport;
 use coreward_load::workload::RequestMix;
-use coreward_sim::figure::axes::Metric;
+use coreward_sim::figure::axes::FigureMetric;
 use coreward_sim::rpc::ServiceTimeDistribution;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::real_time_command;
+use super::build_real_time_command;
 use crate::addresses::SERVICE_ADDRESS;
-use crate::fleet::lab_binary;
+use crate::fleet::lab_binary_path;
 use crate::process::DEFAULT_TIMEOUT;
 use crate::topology::Testbed;
 
 /// Number of source ports that requests come from. It is large enough that a hash of the port gives 4 workers equal
 /// shares within a few percent, as if each request were hashed.
-const FLOW_COUNT: u16 = 8192;
+const REQUEST_FLOW_COUNT: u16 = 8192;
 /// First source port of the requests, the same in every run.
 const FIRST_SOURCE_PORT: u16 = 20_000;
 /// Number of keys in the key-value store at its start.
-pub const KEY_COUNT: u32 = 10_000;
+pub const INITIAL_KEY_COUNT: u32 = 10_000;
 const WARM_UP_S: f64 = 0.3;
 const RESPONSE_TIMEOUT_S: f64 = 2.0;
 /// Maximum 99th percentile of the delay with which the generator sends requests (us). If the percentile is higher, the
@@ -35,7 +35,7 @@ const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
 /// Maximum number of attempts to measure while the machine is not busy. The pauses between them grow to a total of four
 /// minutes, because a figure that takes many minutes should survive a few busy ones.
 const MAX_MEASUREMENT_ATTEMPTS: u32 = 12;
-const RETRY_PAUSE: Duration = Duration::from_secs(1);
+const MEASUREMENT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
 
 /// Load that the client sends in one run.
@@ -50,14 +50,14 @@ pub struct RequestLoad {
     /// Mean number of requests per second.
     pub rate_rps: f64,
     /// Duration of the measurement (s).
-    pub seconds: f64,
+    pub duration_s: f64,
     /// Seed of the arrival times and the service times.
     pub seed: u64,
 }
 
 #[derive(Debug, Clone)]
-pub struct Measurement {
-    report: Report,
+pub struct LoadMeasurement {
+    report: LoadRunReport,
     unit_us: f64,
 }
 
@@ -65,7 +65,7 @@ pub struct Measurement {
 /// enough.
 pub fn raise_open_file_limit() -> anyhow::Result<()> {
     let (soft_limit, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let required_files = u64::from(FLOW_COUNT) + 100;
+    let required_files = u64::from(REQUEST_FLOW_COUNT) + 100;
     ensure!(
         hard_limit >= required_files,
         "at most {hard_limit} open files (ulimit -Hn): expected {required_files}, for as many source ports"
@@ -76,16 +76,19 @@ pub fn raise_open_file_limit() -> anyhow::Result<()> {
 impl RequestLoad {
     /// Sends all requests and waits for the responses. Repeats the measurement while the machine is busy. Fails when
     /// the generator fails, the machine stays busy, or no request was answered.
-    pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
+    pub fn send_and_measure(&self, testbed: &Testbed) -> anyhow::Result<LoadMeasurement> {
         let (workload, multiplier) = match &self.mix {
             None => (("--service", self.service.to_string()), self.unit_us),
             // The unit is the time of the shortest request in Turbo's table.
-            Some(mix) => (("--mix", mix.to_string()), self.unit_us / mix.unit_us().context("a mix without times")?),
+            Some(mix) => (
+                ("--mix", mix.to_string()),
+                self.unit_us / mix.shortest_turbo_time_us().context("a mix without times")?,
+            ),
         };
-        let options = [workload, ("--multiplier", multiplier.to_string()), ("--keys", KEY_COUNT.to_string())];
+        let options = [workload, ("--multiplier", multiplier.to_string()), ("--keys", INITIAL_KEY_COUNT.to_string())];
         let report =
-            measure_while_machine_idle(testbed, SERVICE_ADDRESS, self.rate_rps, self.seconds, self.seed, &options)?;
-        Ok(Measurement { report, unit_us: self.unit_us })
+            measure_while_machine_idle(testbed, SERVICE_ADDRESS, self.rate_rps, self.duration_s, self.seed, &options)?;
+        Ok(LoadMeasurement { report, unit_us: self.unit_us })
     }
 }
 
@@ -98,23 +101,23 @@ pub fn measure_while_machine_idle(
     seconds: f64,
     seed: u64,
     options: &[(&str, String)],
-) -> anyhow::Result<Report> {
+) -> anyhow::Result<LoadRunReport> {
     let common_options = [
         ("--rate", rate_rps.to_string()),
         ("--seconds", seconds.to_string()),
         ("--warm-up", WARM_UP_S.to_string()),
         ("--timeout", RESPONSE_TIMEOUT_S.to_string()),
-        ("--flows", FLOW_COUNT.to_string()),
+        ("--flows", REQUEST_FLOW_COUNT.to_string()),
         ("--first-port", FIRST_SOURCE_PORT.to_string()),
         ("--seed", seed.to_string()),
     ];
     let options: Vec<&str> =
         common_options.iter().chain(options).flat_map(|(name, value)| [*name, value.as_str()]).collect();
     let time_limit = Duration::from_secs_f64(WARM_UP_S + seconds + RESPONSE_TIMEOUT_S) + *DEFAULT_TIMEOUT;
-    let max_lateness_us = max_lateness_us()?;
+    let max_lateness_us = read_max_lateness_us()?;
     for attempt in 0..MAX_MEASUREMENT_ATTEMPTS {
         if attempt > 0 {
-            let pause = (RETRY_PAUSE * attempt * attempt).min(MAX_RETRY_PAUSE);
+            let pause = (MEASUREMENT_RETRY_PAUSE * attempt * attempt).min(MAX_RETRY_PAUSE);
             crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
         }
         crate::interrupt::ensure_not_interrupted()?;
@@ -131,7 +134,7 @@ pub fn measure_while_machine_idle(
     )
 }
 
-fn max_lateness_us() -> anyhow::Result<f64> {
+fn read_max_lateness_us() -> anyhow::Result<f64> {
     let Ok(text) = std::env::var(MAX_LATENESS_VARIABLE) else { return Ok(MAX_LATENESS_US) };
     text.parse().with_context(|| format!("{MAX_LATENESS_VARIABLE}: {text:?}: expected a number"))
 }
@@ -141,23 +144,23 @@ fn run_load_generator(
     target: SocketAddrV4,
     options: &[&str],
     time_limit: Duration,
-) -> anyhow::Result<Report> {
-    let mut command = real_time_command(lab_binary()?);
+) -> anyhow::Result<LoadRunReport> {
+    let mut command = build_real_time_command(lab_binary_path()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)?.wait_for_json(time_limit)
 }
 
-impl Measurement {
+impl LoadMeasurement {
     /// Returns the value of a metric, where times are in units of service time. Fails when the generator does not
     /// measure the metric, or when no request was answered.
-    pub fn value(&self, metric: Metric) -> anyhow::Result<f64> {
+    pub fn metric_value(&self, metric: FigureMetric) -> anyhow::Result<f64> {
         let (first_class, last_class) = (self.report.classes.first(), self.report.classes.last());
         let latency_percentiles = match metric {
-            Metric::P99 => Some(&self.report.latency_us),
-            Metric::ShortP99 => first_class.map(|class| &class.latency_us),
-            Metric::LongP99 => last_class.map(|class| &class.latency_us),
-            Metric::LongAnsweredPct => {
+            FigureMetric::P99 => Some(&self.report.latency_us),
+            FigureMetric::ShortP99 => first_class.map(|class| &class.latency_us),
+            FigureMetric::LongP99 => last_class.map(|class| &class.latency_us),
+            FigureMetric::LongAnsweredPct => {
                 let long_class = last_class.context("a report without classes")?;
                 return Ok(long_class.arrived as f64 / long_class.requests as f64 * 100.0);
             }

@@ -5,19 +5,19 @@ use std::collections::HashMap;
 
 use anyhow::{Context as _, ensure};
 use coreward_load::workload::RequestMix;
-use coreward_sim::figure::axes::Metric;
-use coreward_sim::figure::job::Job;
-use coreward_sim::figure::live::{ProgressCallback, Sample};
-use coreward_sim::figure::scenario::Scenario;
-use coreward_sim::rpc::{self, Policy};
+use coreward_sim::figure::axes::FigureMetric;
+use coreward_sim::figure::job::SimulationJob;
+use coreward_sim::figure::live::{LiveFigureSample, ProgressCallback};
+use coreward_sim::figure::scenario::FigureScenario;
+use coreward_sim::rpc::{self, CoreSelectionPolicy};
 
-use super::dispatcher::{Dispatcher, key_value_service_config};
-use super::orchestrator::{Orchestrator, Workload};
+use super::dispatcher::{RunningDispatcher, key_value_service_config};
+use super::orchestrator::{FigureRequestKind, RunningOrchestrator};
 use super::points::{self, differ_only_in_load, find_measurement, measurement_key};
-use super::requests::{Measurement, RequestLoad, raise_open_file_limit};
+use super::requests::{LoadMeasurement, RequestLoad, raise_open_file_limit};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
-use crate::topology::{Testbed, missing_privilege};
+use crate::topology::{Testbed, find_missing_privilege};
 
 /// Size of the receive buffer of each worker's socket (bytes), which is enough for the longest run.
 const RECEIVE_BUFFER_BYTES: &str = "16000000";
@@ -25,8 +25,11 @@ const RECEIVE_BUFFER_BYTES: &str = "16000000";
 /// Measures every series of `scenario` with real processes instead of the simulator. Fails without root, when the
 /// scenario has unsupported metrics, or when a program cannot be started. Also fails when requests are lost or bypass
 /// the dispatcher, when the machine is too busy, or when interrupted.
-pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
-    if let Some(privilege_error) = missing_privilege() {
+pub fn measure_server_figure(
+    scenario: &FigureScenario,
+    progress: ProgressCallback<'_>,
+) -> anyhow::Result<Vec<LiveFigureSample>> {
+    if let Some(privilege_error) = find_missing_privilege() {
         anyhow::bail!(privilege_error);
     }
     raise_open_file_limit()?;
@@ -34,16 +37,16 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     let (unit_us, seconds) =
         live_settings.unit_us.zip(live_settings.seconds).context("[live]: expected `unit_us` and `seconds`")?;
     let mix = live_settings.mix.as_deref().map(str::parse).transpose().context("[live]: mix")?;
-    let parameters = MeasurementParameters { unit_us, seconds, mix };
+    let parameters = MeasurementParameters { unit_us, duration_s: seconds, mix };
     let plan = points::plan_runs(scenario)?;
-    let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| rpc_config(job)).collect();
+    let mut configs: Vec<&rpc::RpcSimulationConfig> = plan.jobs.iter().filter_map(|job| as_rpc_config(job)).collect();
     // Sort by run, so that disturbances of the machine affect all series alike.
     configs.sort_by_key(|config| config.seed);
-    let mut measurements_by_key: HashMap<String, Measurement> = HashMap::new();
+    let mut measurements_by_key: HashMap<String, LoadMeasurement> = HashMap::new();
     let mut env = None;
     progress(0, configs.len());
     for group in configs.chunk_by(|a, b| differ_only_in_load(a, b)) {
-        TestEnv::reuse_or_start(&mut env, group[0])?.measure_series(
+        ServerFigureEnv::reuse_or_start_env(&mut env, group[0])?.measure_series(
             group,
             &parameters,
             &mut |config, measurement| {
@@ -53,46 +56,56 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
         )?;
     }
     points::compute_samples(scenario, &plan, |plot_point, job| match job {
-        Job::Rpc(config) => find_measurement(&measurements_by_key, config)?.value(plot_point.query.metric),
-        Job::Peak(search) => {
-            let config_of_seed = rpc::Config { seed: plot_point.seed, ..search.config.clone() };
+        SimulationJob::Rpc(config) => {
+            find_measurement(&measurements_by_key, config)?.metric_value(plot_point.query.metric)
+        }
+        SimulationJob::Peak(search) => {
+            let config_of_seed = rpc::RpcSimulationConfig { seed: plot_point.seed, ..search.config.clone() };
             let curve = configs.iter().filter(|config| differ_only_in_load(config, &config_of_seed));
-            let load_and_p99 = |config: &&&rpc::Config| {
-                Ok((config.load, find_measurement(&measurements_by_key, **config)?.value(Metric::ShortP99)?))
+            let load_and_p99 = |config: &&&rpc::RpcSimulationConfig| {
+                Ok((
+                    config.offered_load,
+                    find_measurement(&measurements_by_key, **config)?.metric_value(FigureMetric::ShortP99)?,
+                ))
             };
             points::max_load_within_slo(
                 curve.map(|config| load_and_p99(&config)).collect::<anyhow::Result<_>>()?,
-                search.slo,
+                search.slo_multiple,
             )
         }
         other => anyhow::bail!("{other:?} is not measured at one server"),
     })
 }
 
-fn rpc_config(job: &Job) -> Option<&rpc::Config> {
-    if let Job::Rpc(config) = job { Some(config) } else { None }
+fn as_rpc_config(job: &SimulationJob) -> Option<&rpc::RpcSimulationConfig> {
+    if let SimulationJob::Rpc(config) = job { Some(config) } else { None }
 }
 
 /// Parameters that all points of a figure share.
 struct MeasurementParameters {
     /// Unit of service times (us).
     unit_us: f64,
-    seconds: f64,
+    duration_s: f64,
     /// Requests to a key-value store, or `None` if requests only occupy cores.
     mix: Option<RequestMix>,
 }
 
 /// Running `coreward dispatch` or `coreward orchestrate`, which distributes requests to the server's cores.
 enum RequestDistributor<'a> {
-    Dispatcher(Dispatcher<'a>),
-    Orchestrator(Orchestrator),
+    Dispatcher(RunningDispatcher<'a>),
+    Orchestrator(RunningOrchestrator),
 }
 
 impl<'a> RequestDistributor<'a> {
-    fn start(env: &'a TestEnv, config: &rpc::Config, parameters: &MeasurementParameters) -> anyhow::Result<Self> {
-        if let Policy::RankedQueue(options) = &config.policy {
-            let workload = parameters.mix.as_ref().map_or(Workload::ServiceTimeOnly, Workload::RocksDb);
-            return Ok(Self::Orchestrator(Orchestrator::start(
+    fn start(
+        env: &'a ServerFigureEnv,
+        config: &rpc::RpcSimulationConfig,
+        parameters: &MeasurementParameters,
+    ) -> anyhow::Result<Self> {
+        if let CoreSelectionPolicy::RankedQueue(options) = &config.policy {
+            let workload =
+                parameters.mix.as_ref().map_or(FigureRequestKind::ServiceTimeOnly, FigureRequestKind::RocksDb);
+            return Ok(Self::Orchestrator(RunningOrchestrator::start(
                 &env.testbed,
                 config,
                 options,
@@ -102,7 +115,7 @@ impl<'a> RequestDistributor<'a> {
         }
         ensure!(parameters.mix.is_none(), "{}: expected jbsrq with a mix of key-value requests", config.policy);
         let service = key_value_service_config(&config.policy, &config.service, parameters.unit_us)?;
-        Ok(Self::Dispatcher(Dispatcher::start(&env.testbed, 1, &service, config.cores)?))
+        Ok(Self::Dispatcher(RunningDispatcher::start(&env.testbed, 1, &service, config.cores)?))
     }
 
     /// Stops the distributor. Returns the number of requests that it has sent to cores.
@@ -119,20 +132,21 @@ impl<'a> RequestDistributor<'a> {
 }
 
 /// Client and server of the measurements. The fields are dropped in this order, so that the server ends first.
-pub(super) struct TestEnv {
+pub(super) struct ServerFigureEnv {
     worker_count: u16,
-    /// Key-value server, or `None` if [`Orchestrator`] starts its own server.
+    /// Key-value server, or `None` if [`RunningOrchestrator`](super::orchestrator::RunningOrchestrator) starts its own
+    /// server.
     server: Option<KeyValueServer>,
     pub(super) testbed: Testbed,
 }
 
-impl TestEnv {
+impl ServerFigureEnv {
     /// Returns the existing environment if it has the right server and number of workers, or else a new one.
-    pub(super) fn reuse_or_start<'a>(
+    pub(super) fn reuse_or_start_env<'a>(
         current_env: &'a mut Option<Self>,
-        config: &rpc::Config,
+        config: &rpc::RpcSimulationConfig,
     ) -> anyhow::Result<&'a Self> {
-        let (worker_count, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
+        let (worker_count, has_server) = (config.cores, !matches!(config.policy, CoreSelectionPolicy::RankedQueue(_)));
         let is_suitable = |env: &Self| env.worker_count == worker_count && env.server.is_some() == has_server;
         if !current_env.as_ref().is_some_and(is_suitable) {
             // Drop the old environment first, because its dispatcher must be gone.
@@ -143,7 +157,7 @@ impl TestEnv {
     }
 
     fn start(workers: u16, has_server: bool) -> anyhow::Result<Self> {
-        let testbed = Testbed::create_without_load_balancing(&instance::unique_name("dispatchfigure")?)?;
+        let testbed = Testbed::create_without_load_balancing(&instance::unique_testbed_name("dispatchfigure")?)?;
         let worker_count = workers.to_string();
         let options = ["--workers", &worker_count, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
         let server = has_server.then(|| testbed.start_key_value_server(1, &options)).transpose()?;
@@ -153,9 +167,9 @@ impl TestEnv {
     /// Measures all loads of one series. Fails when requests bypass the distributor.
     fn measure_series(
         &self,
-        series: &[&rpc::Config],
+        series: &[&rpc::RpcSimulationConfig],
         parameters: &MeasurementParameters,
-        record_measurement: &mut dyn FnMut(&rpc::Config, Measurement),
+        record_measurement: &mut dyn FnMut(&rpc::RpcSimulationConfig, LoadMeasurement),
     ) -> anyhow::Result<()> {
         let distributor = RequestDistributor::start(self, series[0], parameters)?;
         let mut sent_count = 0;
@@ -169,16 +183,21 @@ impl TestEnv {
         Ok(())
     }
 
-    fn measure_config(&self, config: &rpc::Config, parameters: &MeasurementParameters) -> anyhow::Result<Measurement> {
-        let &MeasurementParameters { unit_us, seconds, ref mix } = parameters;
-        let rpc::Config { policy, service, load, cores, seed, .. } = config;
+    fn measure_config(
+        &self,
+        config: &rpc::RpcSimulationConfig,
+        parameters: &MeasurementParameters,
+    ) -> anyhow::Result<LoadMeasurement> {
+        let &MeasurementParameters { unit_us, duration_s: seconds, ref mix } = parameters;
+        let rpc::RpcSimulationConfig { policy, service, offered_load: load, cores, seed, .. } = config;
         let rate_rps = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
         let (service, mix) = (service.clone(), mix.clone());
-        let request_load = RequestLoad { service, mix, unit_us, rate_rps, seconds, seed: *seed };
-        let measurement = request_load.send(&self.testbed)?;
+        let request_load = RequestLoad { service, mix, unit_us, rate_rps, duration_s: seconds, seed: *seed };
+        let measurement = request_load.send_and_measure(&self.testbed)?;
         let (sent_count, lost_count) = measurement.sent_and_lost_counts();
         ensure!(lost_count == 0, "{policy} at a load of {load}: {lost_count} of {sent_count} requests were lost");
-        let (short_p99, all_p99) = (measurement.value(Metric::ShortP99)?, measurement.value(Metric::P99)?);
+        let (short_p99, all_p99) =
+            (measurement.metric_value(FigureMetric::ShortP99)?, measurement.metric_value(FigureMetric::P99)?);
         eprintln!(
             "run {seed}, {}, {policy}, load {load}: p99 of short requests {short_p99:.2}, of all {all_p99:.2} \
              ({sent_count})",

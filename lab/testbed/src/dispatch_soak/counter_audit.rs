@@ -4,26 +4,26 @@
 //! counters account for every datagram. It was read by a worker, dropped at a full receive buffer, received without a
 //! listener, or queued at a killed worker. A request cannot be lost in any other way.
 
-use coreward_load::report::Report;
+use coreward_load::report::LoadRunReport;
 use serde::Serialize;
 use serde_json::Value;
 
 use super::fault_injector::FaultCounts;
-use super::test_env::{TestEnv, WORKER_COUNT, count_eligible_workers};
-use crate::counters::{self, KernelCounters};
+use super::test_env::{SoakTestEnv, WORKER_COUNT, count_eligible_workers};
+use crate::counters::{self, KernelNetworkCounters};
 
 #[derive(Debug)]
 pub struct CounterReading {
     dispatch_status: Value,
-    client_counters: KernelCounters,
-    server_counters: KernelCounters,
+    client_counters: KernelNetworkCounters,
+    server_counters: KernelNetworkCounters,
     purged_datagram_count: u64,
     /// Number of datagrams that workers read but did not answer.
     refused_datagram_count: u64,
 }
 
 impl CounterReading {
-    pub fn read_all(env: &TestEnv) -> anyhow::Result<Self> {
+    pub fn read_all(env: &SoakTestEnv) -> anyhow::Result<Self> {
         Ok(Self {
             dispatch_status: env.query_dispatch_status()?,
             client_counters: counters::read_kernel_counters(env.testbed().client())?,
@@ -45,8 +45,10 @@ impl CounterReading {
             signs.push(format!("{eligible_workers:?} workers are eligible: {}", self.dispatch_status));
         }
         for worker in self.dispatch_status["workers"].as_array().into_iter().flatten() {
-            let worker_counter = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
-            if worker_counter("dispatched") != worker_counter("completed").saturating_add(worker_counter("abandoned")) {
+            let read_worker_counter = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
+            if read_worker_counter("dispatched")
+                != read_worker_counter("completed").saturating_add(read_worker_counter("abandoned"))
+            {
                 signs.push(format!("dispatched, but neither completed nor abandoned: {worker}"));
             }
         }
@@ -125,7 +127,7 @@ impl SoakSegment {
         settled_reading: &CounterReading,
         reading_after: &CounterReading,
         fault_counts: &FaultCounts,
-        load_report: &Report,
+        load_report: &LoadRunReport,
     ) -> Self {
         let server_counter_growth =
             |name: &str| reading_after.server_counter(name) - reading_before.server_counter(name);
@@ -153,12 +155,12 @@ impl SoakSegment {
             .into_iter()
             .for_each(|violation| segment.record_violation(&violation));
         segment.check_datagrams();
-        segment.check_ledger(reading_before, reading_after);
+        segment.check_request_ledger(reading_before, reading_after);
         segment
     }
 
     /// Returns the results of the segment in one line.
-    pub fn summary(&self) -> String {
+    pub fn summary_line(&self) -> String {
         let Self {
             sent_datagrams: sent,
             read_requests: read,
@@ -222,7 +224,7 @@ impl SoakSegment {
         });
     }
 
-    fn check_ledger(&mut self, reading_before: &CounterReading, reading_after: &CounterReading) {
+    fn check_request_ledger(&mut self, reading_before: &CounterReading, reading_after: &CounterReading) {
         let Some(ledger) = &self.ledger else { return };
         let (dispatched_count, response_count) = (ledger.dispatched, ledger.completed + ledger.unmatched);
         let (arrived_datagram_count, fault_counts) =

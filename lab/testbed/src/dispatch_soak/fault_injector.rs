@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::net::SocketAddrV4;
 
 use super::spoof::{FIRST_UNANSWERED_REQUEST_ID, ResponseSpoofer, UnansweredClient};
-use super::test_env::{FIRST_LOAD_PORT, LOAD_FLOW_COUNT, TestEnv, WORKER_COUNT};
+use super::test_env::{FIRST_LOAD_PORT, LOAD_FLOW_COUNT, SoakTestEnv, WORKER_COUNT};
 use crate::interrupt;
 
 /// Range of the pause between two faults (ms).
@@ -48,7 +48,7 @@ pub struct FaultCounts {
 
 impl FaultCounts {
     /// Adds the fault counts of another segment to these counts.
-    pub fn add(&mut self, other: &Self) {
+    pub fn add_counts(&mut self, other: &Self) {
         let Self {
             worker_kills: kills,
             worker_stops: stops,
@@ -71,7 +71,7 @@ impl FaultCounts {
 
 #[derive(Debug)]
 pub struct FaultInjector<'a> {
-    env: &'a mut TestEnv,
+    env: &'a mut SoakTestEnv,
     rng: &'a mut Xoshiro256PlusPlus,
     /// Whether faults may detach the BPF program of `coreward dispatch`, which resets its counters.
     may_restart_dispatch: bool,
@@ -86,7 +86,7 @@ impl<'a> FaultInjector<'a> {
     /// Creates an injector. If `may_restart_dispatch` is true, it may detach the dispatch and kill all workers at once.
     /// Fails when sockets cannot be opened.
     pub fn new(
-        env: &'a mut TestEnv,
+        env: &'a mut SoakTestEnv,
         rng: &'a mut Xoshiro256PlusPlus,
         may_restart_dispatch: bool,
     ) -> anyhow::Result<Self> {
@@ -103,7 +103,7 @@ impl<'a> FaultInjector<'a> {
         })
     }
 
-    pub fn env(&self) -> &TestEnv {
+    pub fn env(&self) -> &SoakTestEnv {
         self.env
     }
 

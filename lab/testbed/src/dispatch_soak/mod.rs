@@ -22,11 +22,11 @@ use crate::process::DEFAULT_TIMEOUT;
 use crate::{instance, interrupt};
 use counter_audit::{CounterReading, SoakSegment};
 use fault_injector::{FaultCounts, FaultInjector};
-use test_env::TestEnv;
+use test_env::SoakTestEnv;
 
 /// Number of the [`seeded_rng`] stream from which the faults are drawn.
 const RNG_STREAM_FAULTS: u64 = 0x6469_7301;
-const SEGMENT_DURATION: Duration = Duration::from_secs(50);
+const SOAK_SEGMENT_DURATION: Duration = Duration::from_secs(50);
 /// Minimum time between the last request and the comparison of the counters, so that late responses have arrived.
 const MIN_SETTLE_TIME: Duration = Duration::from_secs(1);
 /// Minimum duration of a segment, so that some faults occur in it.
@@ -63,7 +63,7 @@ pub struct DispatchSoakOutcome {
 /// Runs the soak test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
-    let outcome = run(&instance::unique_name("dispatchsoak")?, options)?;
+    let outcome = run_soak_test(&instance::unique_testbed_name("dispatchsoak")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
     ensure!(outcome.violations.is_empty(), "what must hold did not: {}", outcome.violations.join("; "));
     Ok(())
@@ -71,18 +71,18 @@ pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
 
 /// Runs the soak test in a new testbed named `instance`. Fails when the setup fails, or when a signal interrupts the
 /// run. Does not fail for violated invariants, which are part of the outcome.
-pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<DispatchSoakOutcome> {
-    let mut env = TestEnv::start(instance)?;
+pub fn run_soak_test(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<DispatchSoakOutcome> {
+    let mut env = SoakTestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
     let total_duration = Duration::from_secs(options.seconds.into());
-    let segment_count = total_duration.div_duration_f64(SEGMENT_DURATION).ceil().max(2.0) as u32;
+    let segment_count = total_duration.div_duration_f64(SOAK_SEGMENT_DURATION).ceil().max(2.0) as u32;
     let segment_duration = (total_duration / segment_count).max(MIN_SEGMENT_DURATION);
     let mut segments = Vec::new();
     let mut total_faults = FaultCounts::default();
     for number in 0..segment_count {
         let (segment, segment_faults) = run_segment(&mut env, &mut rng, number, segment_duration, options)?;
-        tracing::info!(event = "segment-finished", number, count = segment_count, "{}", segment.summary());
-        total_faults.add(&segment_faults);
+        tracing::info!(event = "segment-finished", number, count = segment_count, "{}", segment.summary_line());
+        total_faults.add_counts(&segment_faults);
         segments.push(segment);
     }
     let sum_over_segments = |select_count: fn(&SoakSegment) -> u64| segments.iter().map(select_count).sum();
@@ -98,7 +98,7 @@ pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<Dispatch
 
 /// Runs a segment of the test. Fails when its load, a fault or a reading of the counters fails.
 fn run_segment(
-    env: &mut TestEnv,
+    env: &mut SoakTestEnv,
     rng: &mut Xoshiro256PlusPlus,
     number: u32,
     duration: Duration,
@@ -106,7 +106,7 @@ fn run_segment(
 ) -> anyhow::Result<(SoakSegment, FaultCounts)> {
     let mut fault_injector = FaultInjector::new(env, rng, number % 2 == 1)?;
     let counters_before = CounterReading::read_all(fault_injector.env())?;
-    let load_process = fault_injector.env().start_load(duration, options.seed.wrapping_add(number.into()))?;
+    let load_process = fault_injector.env().start_load_generator(duration, options.seed.wrapping_add(number.into()))?;
     let faults_end = Instant::now() + duration;
     fault_injector.inject_faults_until(faults_end).with_context(|| format!("segment {number}"))?;
     let fault_counts = fault_injector.resume_workers_and_count()?;

@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::addresses::SERVICE_ADDRESS;
-use crate::namespace::Namespace;
+use crate::namespace::NetworkNamespace;
 
 /// First request id of datagrams that the load generator does not send. Its own request ids count from 0.
 pub const FIRST_UNANSWERED_REQUEST_ID: u32 = 1 << 31;
@@ -15,24 +15,24 @@ pub const FIRST_UNANSWERED_REQUEST_ID: u32 = 1 << 31;
 #[derive(Debug)]
 pub struct UnansweredClient {
     socket: UdpSocket,
-    next_id: u32,
+    next_request_id: u32,
 }
 
 impl UnansweredClient {
     /// Opens the client's socket in the network namespace of the client's host. Fails when the socket cannot be opened.
-    pub fn open(client: &Namespace) -> anyhow::Result<Self> {
+    pub fn open(client: &NetworkNamespace) -> anyhow::Result<Self> {
         let socket = client.run_within(|| {
             let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
             socket.connect(SERVICE_ADDRESS)?;
             Ok(socket)
         })?;
-        Ok(Self { socket, next_id: FIRST_UNANSWERED_REQUEST_ID })
+        Ok(Self { socket, next_request_id: FIRST_UNANSWERED_REQUEST_ID })
     }
 
     /// Sends a request and returns its id, or `None` if the kernel rejected it.
     pub fn send_request(&mut self) -> Option<u32> {
-        let id = self.next_id;
-        self.next_id = id.checked_add(1).unwrap_or(FIRST_UNANSWERED_REQUEST_ID);
+        let id = self.next_request_id;
+        self.next_request_id = id.checked_add(1).unwrap_or(FIRST_UNANSWERED_REQUEST_ID);
         let mut datagram = [0; 12];
         // The server does not answer, because request type 0 is invalid.
         datagram[4..8].copy_from_slice(&id.to_le_bytes());
@@ -58,7 +58,7 @@ pub struct ResponseSpoofer {
 
 impl ResponseSpoofer {
     /// Opens the raw socket in the network namespace of the server's host. Fails without root.
-    pub fn open(server: &Namespace) -> anyhow::Result<Self> {
+    pub fn open(server: &NetworkNamespace) -> anyhow::Result<Self> {
         let open_socket = || {
             let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP)).context("a raw socket")?;
             socket.set_header_included_v4(true)?;

@@ -16,9 +16,9 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::addresses::SERVICE_ADDRESS;
-use crate::fleet::{coreward_binary, lab_binary};
+use crate::fleet::{coreward_binary_path, lab_binary_path};
 use crate::key_value::handle::KeyValueServer;
-use crate::process::{DEFAULT_TIMEOUT, Process};
+use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -42,16 +42,16 @@ const RECEIVE_BUFFER_BYTES: &str = "65536";
 const LOAD_TIMEOUT_S: &str = "6";
 
 #[derive(Debug)]
-pub struct TestEnv {
+pub struct SoakTestEnv {
     purged_datagram_counter: MapHandle,
     _purge_link: Link,
-    dispatch_daemon: Option<Process>,
+    dispatch_daemon: Option<TestbedProcess>,
     key_value_server: KeyValueServer,
     dispatch_config_path: PathBuf,
     testbed: Testbed,
 }
 
-impl TestEnv {
+impl SoakTestEnv {
     /// Starts the key-value server, its drop counter, and `coreward dispatch`. Fails when a process cannot be started.
     pub fn start(instance: &str) -> anyhow::Result<Self> {
         let testbed = Testbed::create_without_load_balancing(instance)?;
@@ -91,7 +91,7 @@ impl TestEnv {
     }
 
     fn dispatch_command(&self) -> anyhow::Result<Command> {
-        let mut command = Command::new(coreward_binary()?);
+        let mut command = Command::new(coreward_binary_path()?);
         command.args(["dispatch", "--config"]).arg(&self.dispatch_config_path);
         Ok(command)
     }
@@ -125,7 +125,7 @@ impl TestEnv {
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.dispatch_daemon.take().context("no daemon")?;
         daemon.send_signal(Signal::SIGKILL)?;
-        daemon.wait(*DEFAULT_TIMEOUT).map(drop)
+        daemon.wait_for_exit(*DEFAULT_TIMEOUT).map(drop)
     }
 
     /// Detaches the BPF program of `coreward dispatch`, so that the kernel selects workers. Fails when the command
@@ -156,8 +156,8 @@ impl TestEnv {
     }
 
     /// Starts the load generator, which sends requests for `duration`. Fails when it cannot be started.
-    pub fn start_load(&self, duration: Duration, seed: u64) -> anyhow::Result<Process> {
-        let mut command = Command::new(lab_binary()?);
+    pub fn start_load_generator(&self, duration: Duration, seed: u64) -> anyhow::Result<TestbedProcess> {
+        let mut command = Command::new(lab_binary_path()?);
         command.args([
             "load",
             &SERVICE_ADDRESS.to_string(),
@@ -194,7 +194,7 @@ fn attach_drop_counter(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     let program_constants =
         open_skeleton.maps.rodata_data.as_deref_mut().context("drop_counter.bpf.o has no constants")?;
     program_constants.port = SERVICE_ADDRESS.port();
-    program_constants.network_namespace = testbed.server(1)?.run_within(namespace_cookie)?;
+    program_constants.network_namespace = testbed.server(1)?.run_within(read_namespace_cookie)?;
     let loaded_skeleton = open_skeleton.load().context("the kernel does not load drop_counter.bpf.c")?;
     let root_cgroup = fs::File::open(cgroup2_mount_point()?)?;
     let link = loaded_skeleton
@@ -206,7 +206,7 @@ fn attach_drop_counter(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
 }
 
 /// Returns the cookie of this thread's network namespace, by which BPF programs identify the namespace.
-fn namespace_cookie() -> anyhow::Result<u64> {
+fn read_namespace_cookie() -> anyhow::Result<u64> {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
     let mut cookie = 0u64;
     let mut length = size_of_val(&cookie) as libc::socklen_t;

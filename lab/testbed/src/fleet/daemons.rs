@@ -9,19 +9,19 @@ use std::time::Duration;
 use anyhow::{Context as _, bail, ensure};
 
 use super::files::daemon_config_path;
-use super::names::api_address_of;
+use super::names::controller_api_address;
 use super::options::FleetOptions;
-use crate::namespace::Namespace;
-use crate::process::Process;
+use crate::namespace::NetworkNamespace;
+use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
 /// Returns the path of `coreward` in this program's directory or its parent directory. Fails when it does not exist.
-pub fn coreward_binary() -> anyhow::Result<PathBuf> {
+pub fn coreward_binary_path() -> anyhow::Result<PathBuf> {
     find_binary("coreward")
 }
 
 /// Returns the path of the command `coreward-lab`. Fails when it does not exist.
-pub fn lab_binary() -> anyhow::Result<PathBuf> {
+pub fn lab_binary_path() -> anyhow::Result<PathBuf> {
     find_binary("coreward-lab")
 }
 
@@ -35,19 +35,19 @@ fn find_binary(name: &str) -> anyhow::Result<PathBuf> {
 
 /// Returns the command `coreward ARGUMENTS` with the operator's token, to be run on the machine of the only controller.
 /// Fails when `coreward` does not exist.
-pub fn operator_command(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
-    operator_command_for(testbed, [1], arguments)
+pub fn build_operator_command(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
+    build_operator_command_for(testbed, [1], arguments)
 }
 
 /// Returns the command `coreward ARGUMENTS`, which finds the leader of these controllers. Fails when `coreward` does
 /// not exist.
-pub fn operator_command_for(
+pub fn build_operator_command_for(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
     arguments: &[&str],
 ) -> anyhow::Result<Command> {
-    let api_addresses: Vec<String> = controllers.into_iter().map(api_address_of).collect();
-    let mut command = Command::new(coreward_binary()?);
+    let api_addresses: Vec<String> = controllers.into_iter().map(controller_api_address).collect();
+    let mut command = Command::new(coreward_binary_path()?);
     command.args(arguments).env("COREWARD_CONTROLLER", api_addresses.join(","));
     command.env("COREWARD_TOKEN_FILE", testbed.directory().join("operator.token"));
     Ok(command)
@@ -68,7 +68,7 @@ pub(crate) fn read_log_tails(testbed: &Testbed) -> String {
 
 /// Returns the capabilities that the daemon's systemd unit grants, such as `CAP_BPF`. Fails when the daemon has no
 /// unit.
-pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
+pub fn systemd_unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     let unit_text = match daemon {
         "controller" => include_str!("../../../../packaging/systemd/coreward-controller.service"),
         "rack" => include_str!("../../../../packaging/systemd/coreward-rack.service"),
@@ -83,9 +83,9 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
 
 /// Returns a command that runs `coreward` with the capability bounding set of the daemon's systemd unit. It uses
 /// setpriv(1), which has the same effect as systemd.
-fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
+fn build_confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     let mut bounding_set = "-all".to_owned();
-    for capability in unit_capabilities(daemon)? {
+    for capability in systemd_unit_capabilities(daemon)? {
         let capability_name = capability.strip_prefix("CAP_").context("a capability that does not begin with CAP_")?;
         write!(bounding_set, ",+{}", capability_name.to_lowercase())?;
     }
@@ -97,16 +97,16 @@ fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
 /// Starts a daemon. `daemon` is the sub-command of coreward, and `name` is the base name of the daemon's files.
 pub(super) fn start_daemon(
     testbed: &Testbed,
-    namespace: &Namespace,
+    namespace: &NetworkNamespace,
     daemon: &str,
     name: &str,
     options: &FleetOptions,
     coreward: &Path,
-) -> anyhow::Result<Process> {
+) -> anyhow::Result<TestbedProcess> {
     let log_path = testbed.directory().join(format!("{name}.log"));
     let log_file = File::options().create(true).append(true).open(&log_path)?;
     let mut command =
-        if options.has_unit_capabilities { confined_command(daemon, coreward)? } else { Command::new(coreward) };
+        if options.has_unit_capabilities { build_confined_command(daemon, coreward)? } else { Command::new(coreward) };
     if options.uses_json_logs {
         command.env("COREWARD_LOG_FORMAT", "json");
     }

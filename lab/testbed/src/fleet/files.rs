@@ -7,15 +7,16 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
-use coreward_model::consistency::{Consistency, TimestampOrigin};
-use coreward_model::forwarding::Forwarding;
-use coreward_tls::authority::{Authority, Validity};
-use coreward_tls::{CredentialFiles, Identity, Name, Role};
+use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
+use coreward_model::forwarding::ForwardingMode;
+use coreward_tls::authority::{CertificateAuthority, CertificateValidity};
+use coreward_tls::{CredentialFiles, FleetIdentity, FleetRole, IdentityName};
 
 use super::names::{
-    api_address_of, controller_address_in, controller_address_of, controller_name, rack_controller_listen_address,
+    controller_address_in, controller_address_of, controller_api_address, controller_name,
+    rack_controller_listen_address,
 };
-use super::options::{AdminState, FleetOptions, LoadSource};
+use super::options::{CoreLoadSource, FleetOptions, ServerAdminState};
 use crate::addresses::{
     AddressFamily, HOST_DEVICE, SERVICE_ADDRESS, load_balancer_address, load_balancer_name, rack_controller_name,
     server_address,
@@ -34,7 +35,7 @@ pub(super) fn daemon_config_path(testbed: &Testbed, daemon: &str) -> PathBuf {
 pub(super) fn write_controller_files(
     testbed: &Testbed,
     options: &FleetOptions,
-    pool: &BTreeMap<u16, AdminState>,
+    pool: &BTreeMap<u16, ServerAdminState>,
 ) -> anyhow::Result<()> {
     let store_path = options.store_file.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
     let listen_line = format!("listen = \"{}\"\n", controller_address_in(options.control_family, 1));
@@ -46,13 +47,13 @@ pub(super) fn write_controller_files(
                 let (listen, endpoints, lease) =
                     (controller_address_of(number), &options.etcd_endpoints, options.leader_lease_s);
                 // All controllers are on one machine, so each needs another port for its API.
-                let api_address = api_address_of(number);
+                let api_address = controller_api_address(number);
                 controller_config = format!(
                     "listen = \"{listen}\"\napi = \"{api_address}\"\ntoken_directory = {token_directory:?}\n\n[etcd]\n\
                      endpoints = {endpoints:?}\nlease = \"{lease}s\"\n"
                 );
             }
-            let tls_table = tls_table_or_empty(options.uses_tls, testbed, Role::Controller, "controller");
+            let tls_table = tls_table_or_empty(options.uses_tls, testbed, FleetRole::Controller, "controller");
             write_file(
                 &daemon_config_path(testbed, &controller_name(number)),
                 &(controller_config.clone() + &tls_table),
@@ -65,23 +66,23 @@ pub(super) fn write_controller_files(
         Some(store_config) => format!("{listen_line}token_directory = {token_directory:?}\n{store_config}"),
         None => controller_config + "fleet = \"fleet.toml\"\n",
     };
-    let text = text + &tls_table_or_empty(options.uses_tls, testbed, Role::Controller, "controller");
+    let text = text + &tls_table_or_empty(options.uses_tls, testbed, FleetRole::Controller, "controller");
     write_file(&daemon_config_path(testbed, "controller"), &text)?;
-    write_file(&daemon_config_path(testbed, "fleet"), &fleet_file_text(testbed, options, pool)?)
+    write_file(&daemon_config_path(testbed, "fleet"), &build_fleet_file_text(testbed, options, pool)?)
 }
 
 /// Returns the text of the fleet document, with the servers of the pool and a service for each VIP.
-fn fleet_file_text(
+fn build_fleet_file_text(
     testbed: &Testbed,
     options: &FleetOptions,
-    pool: &BTreeMap<u16, AdminState>,
+    pool: &BTreeMap<u16, ServerAdminState>,
 ) -> anyhow::Result<String> {
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     if options.makes_tables_by_interval {
         text += "table_updates = \"interval\"\n";
     }
     for (number, admin_state) in pool {
-        let state_name = if *admin_state == AdminState::Active { "active" } else { "draining" };
+        let state_name = if *admin_state == ServerAdminState::Active { "active" } else { "draining" };
         let server_address_text = options.servers_family.host_address(server_address(*number));
         write!(
             text,
@@ -98,15 +99,15 @@ fn fleet_file_text(
 }
 
 fn write_service_table(text: &mut String, options: &FleetOptions, index: usize, vip: IpAddr) -> fmt::Result {
-    let (policy, vip) = (&options.policy, SocketAddr::new(vip, SERVICE_ADDRESS.port()));
+    let (policy, vip) = (&options.policy_name, SocketAddr::new(vip, SERVICE_ADDRESS.port()));
     write!(text, "\n[[service]]\nname = \"web{index}\"\nvip = \"{vip}\"\npolicy = \"{policy}\"\n")?;
-    if options.consistency != Consistency::default() {
+    if options.consistency != ConsistencyMode::default() {
         writeln!(text, "consistency = \"{}\"", options.consistency.name())?;
     }
     if options.timestamps != TimestampOrigin::default() {
         writeln!(text, "timestamps = \"{}\"", options.timestamps.name())?;
     }
-    if options.forwarding != Forwarding::default() {
+    if options.forwarding != ForwardingMode::default() {
         writeln!(text, "forwarding = \"{}\"", options.forwarding.name())?;
     }
     Ok(())
@@ -131,7 +132,7 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
         vlan_config_line(testbed.vip_vlan())
             + &address
             + &options.extra_load_balancer_text
-            + &tls_table_or_empty(options.uses_tls, testbed, Role::Lb, &name),
+            + &tls_table_or_empty(options.uses_tls, testbed, FleetRole::Lb, &name),
     );
     write_file(&daemon_config_path(testbed, &name), &load_balancer_config)
 }
@@ -142,25 +143,25 @@ pub(super) fn write_rack_controller_file(testbed: &Testbed, options: &FleetOptio
     let rack_controller_config = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = {controllers}\n");
     write_file(
         &daemon_config_path(testbed, &name),
-        &(rack_controller_config + &tls_table_or_empty(options.uses_tls, testbed, Role::Rack, &name)),
+        &(rack_controller_config + &tls_table_or_empty(options.uses_tls, testbed, FleetRole::Rack, &name)),
     )
 }
 
 /// Returns the line in agents' files that lists the load balancers whose packets the servers decapsulate, or an empty
 /// text if packets are not encapsulated.
-fn decapsulation_line(testbed: &Testbed, options: &FleetOptions) -> String {
+fn decapsulation_config_line(testbed: &Testbed, options: &FleetOptions) -> String {
     if !options.forwarding.encapsulates() {
         return String::new();
     }
-    let lb_address = |number| options.servers_family.host_address(load_balancer_address(number)).to_string();
-    let lb_addresses: Vec<String> = testbed.load_balancer_numbers().into_iter().map(lb_address).collect();
+    let to_lb_address = |number| options.servers_family.host_address(load_balancer_address(number)).to_string();
+    let lb_addresses: Vec<String> = testbed.load_balancer_numbers().into_iter().map(to_lb_address).collect();
     format!("decapsulate_from = {lb_addresses:?}\n")
 }
 
 pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let load_line = match options.load_source {
-        LoadSource::Cpu => "{ source = \"cpu\" }".to_owned(),
-        LoadSource::PacedServer => {
+        CoreLoadSource::Cpu => "{ source = \"cpu\" }".to_owned(),
+        CoreLoadSource::PacedServer => {
             format!("{{ source = \"published\", path = \"{}\" }}", core_load_file_path(testbed, number).display())
         }
     };
@@ -172,13 +173,14 @@ pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number
         options.format_agent_controller_list(number),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss_path(number).display(),
-        decapsulation_line(testbed, options),
-        tls_table_or_empty(options.uses_tls, testbed, Role::Agent, &format!("s{number}")) + &options.extra_agent_text,
+        decapsulation_config_line(testbed, options),
+        tls_table_or_empty(options.uses_tls, testbed, FleetRole::Agent, &format!("s{number}"))
+            + &options.extra_agent_text,
     );
     write_file(&daemon_config_path(testbed, &format!("agent-s{number}")), &agent_config)
 }
 
-pub(super) fn testbed_fleet_name() -> anyhow::Result<Name> {
+pub(super) fn testbed_fleet_name() -> anyhow::Result<IdentityName> {
     "testbed".parse().map_err(anyhow::Error::msg)
 }
 
@@ -187,7 +189,7 @@ pub fn certificate_directory(testbed: &Testbed) -> PathBuf {
 }
 
 /// Returns the directory that contains a daemon's certificate and private key.
-pub fn credential_directory(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
+pub fn credential_directory(testbed: &Testbed, role: FleetRole, name: &str) -> PathBuf {
     certificate_directory(testbed).join(format!("{role}-{name}"))
 }
 
@@ -195,32 +197,32 @@ pub fn credential_directory(testbed: &Testbed, role: Role, name: &str) -> PathBu
 /// when there is no authority, or when files cannot be written.
 pub fn issue_certificate(
     testbed: &Testbed,
-    role: Role,
+    role: FleetRole,
     name: &str,
-    fleet: &Name,
-    validity: Validity,
+    fleet: &IdentityName,
+    validity: CertificateValidity,
 ) -> anyhow::Result<PathBuf> {
-    let authority = Authority::open(&certificate_directory(testbed))?;
-    let identity = Identity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
+    let authority = CertificateAuthority::open(&certificate_directory(testbed))?;
+    let identity = FleetIdentity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
     let directory = credential_directory(testbed, role, name);
-    authority.issue(&identity, &[], validity)?.write_files(&directory, &authority)?;
+    authority.issue_certificate(&identity, &[], validity)?.write_files(&directory, &authority)?;
     Ok(directory)
 }
 
 /// Returns the table `[tls]` for a daemon's configuration file, or an empty text without TLS.
-fn tls_table_or_empty(uses_tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
+fn tls_table_or_empty(uses_tls: bool, testbed: &Testbed, role: FleetRole, name: &str) -> String {
     let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
-        credential_files(testbed, role, name);
+        credential_file_paths(testbed, role, name);
     if uses_tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
 /// Returns the paths of a daemon's certificate and key files, in its [`credential_directory`].
-pub fn credential_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
-    let file_path = |file: &str| credential_directory(testbed, role, name).join(file);
+pub fn credential_file_paths(testbed: &Testbed, role: FleetRole, name: &str) -> CredentialFiles {
+    let credential_file_path = |file: &str| credential_directory(testbed, role, name).join(file);
     CredentialFiles {
-        ca_path: file_path("ca.crt"),
-        certificate_path: file_path("own.crt"),
-        key_path: file_path("own.key"),
+        ca_path: credential_file_path("ca.crt"),
+        certificate_path: credential_file_path("own.crt"),
+        key_path: credential_file_path("own.key"),
     }
 }
 

@@ -31,7 +31,7 @@ pub fn rack_controller_listen_address(number: u16) -> String {
 }
 
 /// Returns the address and port of controller `number`'s HTTP API, for clients on the controller's host.
-pub fn api_address_of(number: u16) -> String {
+pub fn controller_api_address(number: u16) -> String {
     format!("127.0.0.1:{}", FIRST_API_PORT + number - 1)
 }
 
@@ -59,14 +59,14 @@ pub(super) enum DaemonName {
 
 impl DaemonName {
     pub(super) fn parse(name: &str) -> anyhow::Result<Self> {
-        let number_after = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
+        let parse_number_after = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
         match name {
             FIRST_CONTROLLER_NAME => Some(Self::Controller(1)),
-            _ => number_after(FIRST_CONTROLLER_NAME)
+            _ => parse_number_after(FIRST_CONTROLLER_NAME)
                 .map(Self::Controller)
-                .or_else(|| number_after("rack").map(Self::RackController))
-                .or_else(|| number_after("lb").map(Self::LoadBalancer))
-                .or_else(|| number_after(AGENT_NAME_PREFIX).map(Self::Agent)),
+                .or_else(|| parse_number_after("rack").map(Self::RackController))
+                .or_else(|| parse_number_after("lb").map(Self::LoadBalancer))
+                .or_else(|| parse_number_after(AGENT_NAME_PREFIX).map(Self::Agent)),
         }
         .with_context(|| format!("no daemon {name:?}: expected controller, rackN, lbN or agent-sN"))
     }

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use coreward_model::consistency::{Consistency, TimestampOrigin};
-use coreward_model::forwarding::Forwarding;
+use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
+use coreward_model::forwarding::ForwardingMode;
 
 use super::names::{controller_address_in, rack_controller_listen_address};
 use crate::addresses::AddressFamily;
@@ -13,13 +13,13 @@ use crate::preload::PreloadedFaults;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FleetOptions {
     /// Name of the load-balancing policy that all services use.
-    pub policy: String,
+    pub policy_name: String,
     /// Mode of connection consistency of every service.
-    pub consistency: Consistency,
+    pub consistency: ConsistencyMode,
     /// Component that writes cookies into the TCP timestamps of every service's packets.
     pub timestamps: TimestampOrigin,
     /// Method by which load balancers forward packets of every service to the servers.
-    pub forwarding: Forwarding,
+    pub forwarding: ForwardingMode,
     /// Address family of the servers in the fleet's file. IPv6 needs an IPv6 testbed or routed servers.
     pub servers_family: AddressFamily,
     /// Interval between the reports of agents (ms).
@@ -27,7 +27,7 @@ pub struct FleetOptions {
     /// Whether the controller makes tables once per report interval, as in the simulator, instead of at each report.
     pub makes_tables_by_interval: bool,
     /// Source from which agents read the load of their server's cores.
-    pub load_source: LoadSource,
+    pub load_source: CoreLoadSource,
     /// Whether agents steer each connection to the worker on the core that receives its packets.
     pub steers_connections: bool,
     /// Whether servers run agents. Without agents, only load balancers can write cookies into packets.
@@ -46,7 +46,7 @@ pub struct FleetOptions {
     /// Addresses of controllers outside the testbed, which the files of agents and load balancers list.
     pub external_controller_addresses: Vec<String>,
     /// Fleet document that `coreward apply` applies. If `None`, the controller reads the fleet document from a file,
-    /// which [`Fleet::set_pool`](super::Fleet::set_pool) writes.
+    /// which [`Fleet::set_server_pool`](super::Fleet::set_server_pool) writes.
     pub applied_document: Option<String>,
     /// Path of the controller's store, or `None` for controller.redb in the testbed's directory.
     pub store_file: Option<PathBuf>,
@@ -73,14 +73,14 @@ pub struct FleetOptions {
 impl Default for FleetOptions {
     fn default() -> Self {
         Self {
-            policy: "crossrss".to_owned(),
-            consistency: Consistency::default(),
+            policy_name: "crossrss".to_owned(),
+            consistency: ConsistencyMode::default(),
             timestamps: TimestampOrigin::default(),
-            forwarding: Forwarding::default(),
+            forwarding: ForwardingMode::default(),
             servers_family: AddressFamily::Ipv4,
             report_interval_ms: 100,
             makes_tables_by_interval: false,
-            load_source: LoadSource::Cpu,
+            load_source: CoreLoadSource::Cpu,
             steers_connections: true,
             runs_agents: true,
             extra_fleet_text: String::new(),
@@ -126,7 +126,7 @@ impl FleetOptions {
 
 /// Source from which an agent reads the load of its server's cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LoadSource {
+pub enum CoreLoadSource {
     /// Busy times of the machine's real CPUs.
     Cpu,
     /// Core load file of the paced server ([`core_load_file_path`](super::core_load_file_path)), for emulated cores.
@@ -135,7 +135,7 @@ pub enum LoadSource {
 
 /// Administrative state of a server in the controller's file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AdminState {
+pub enum ServerAdminState {
     /// State of a server that accepts new connections.
     Active,
     /// State of a server that keeps its open connections and gets no new ones.

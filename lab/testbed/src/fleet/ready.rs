@@ -9,8 +9,8 @@ use anyhow::{Context as _, ensure};
 use serde_json::Value;
 
 use super::Fleet;
-use super::names::api_address_of;
-use super::options::AdminState;
+use super::names::controller_api_address;
+use super::options::ServerAdminState;
 use crate::addresses::load_balancer_name;
 use crate::topology::Testbed;
 
@@ -18,9 +18,9 @@ impl Fleet {
     pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         let status = self.query_status(testbed)?;
         let reporting_server_count =
-            array_or_empty(&status["servers"]).iter().filter(|server| server["report_state"] == "fresh").count();
+            as_array_or_empty(&status["servers"]).iter().filter(|server| server["report_state"] == "fresh").count();
         let active_server_count =
-            self.server_pool.values().filter(|admin_state| **admin_state == AdminState::Active).count();
+            self.server_pool.values().filter(|admin_state| **admin_state == ServerAdminState::Active).count();
         let expected_reporting_server_count = if self.options.runs_agents { active_server_count } else { 0 };
         ensure!(
             reporting_server_count >= expected_reporting_server_count,
@@ -29,12 +29,12 @@ impl Fleet {
         for number in self.load_balancers.keys() {
             let unresolved_servers = &load_balancer_state(&status, *number)?["unresolved_servers"];
             ensure!(
-                array_or_empty(unresolved_servers).is_empty(),
+                as_array_or_empty(unresolved_servers).is_empty(),
                 "{} does not find {unresolved_servers}",
                 load_balancer_name(*number)
             );
         }
-        let services = array_or_empty(&status["services"]).iter();
+        let services = as_array_or_empty(&status["services"]).iter();
         let newest_generations: Vec<(&str, u64)> =
             services.map(|service| self.query_complete_table_generation(testbed, service)).collect::<Result<_, _>>()?;
         // Query the status after the tables, because loads cause new tables all the time.
@@ -59,7 +59,7 @@ impl Fleet {
             return Ok(());
         }
         let (connected_racks, expected_racks) =
-            (array_or_empty(&self.query_status(testbed)?["racks"]).len(), self.rack_controllers.len());
+            (as_array_or_empty(&self.query_status(testbed)?["racks"]).len(), self.rack_controllers.len());
         ensure!(connected_racks == expected_racks, "{connected_racks} racks are connected: expected {expected_racks}");
         Ok(())
     }
@@ -74,14 +74,14 @@ impl Fleet {
     ) -> anyhow::Result<(&'a str, u64)> {
         let service_name = service["name"].as_str().context("a service without a name")?;
         let takes_connections = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
-        let expected_servers: BTreeSet<&str> = array_or_empty(&service["members"])
+        let expected_servers: BTreeSet<&str> = as_array_or_empty(&service["members"])
             .iter()
             .filter(takes_connections)
             .filter_map(|member| member["server"].as_str())
             .collect();
         let newest_table = self.query_newest_table(testbed, service_name)?;
         let servers_in_table: BTreeSet<&str> =
-            array_or_empty(&newest_table["members"]).iter().filter_map(|member| member["server"].as_str()).collect();
+            as_array_or_empty(&newest_table["members"]).iter().filter_map(|member| member["server"].as_str()).collect();
         ensure!(
             servers_in_table.is_superset(&expected_servers),
             "the newest table of {service_name} has {servers_in_table:?}: expected {expected_servers:?}"
@@ -96,7 +96,7 @@ impl Fleet {
             let mut curl = Command::new("curl");
             curl.args(["--silent", "--show-error", "--fail", "--max-time", "5", "--header"]);
             curl.arg(format!("Authorization: Bearer {}", token.trim()));
-            curl.arg(format!("http://{}/v1/tables/{service}", api_address_of(*number)));
+            curl.arg(format!("http://{}/v1/tables/{service}", controller_api_address(*number)));
             testbed.run_command(testbed.controller(), curl)
         };
         let mut curl_result = Err(anyhow::anyhow!("a fleet without a controller"));
@@ -112,11 +112,11 @@ impl Fleet {
 
 fn load_balancer_state(status: &Value, load_balancer: u16) -> anyhow::Result<&Value> {
     let name = load_balancer_name(load_balancer);
-    let lb_status = array_or_empty(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);
+    let lb_status = as_array_or_empty(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);
     let lb_state = lb_status.map(|balancer| &balancer["state"]).filter(|state| !state.is_null());
     lb_state.with_context(|| format!("{name} has sent nothing yet"))
 }
 
-fn array_or_empty(value: &Value) -> &[Value] {
+fn as_array_or_empty(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }

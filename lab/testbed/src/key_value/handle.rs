@@ -6,18 +6,18 @@ use std::process::Command;
 
 use anyhow::Context as _;
 
-use super::server::WorkerCounters;
+use super::server::KeyValueWorkerCounters;
 use super::worker::SharedWorkerCounters;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::core_load_file::read_core_load_file;
 use crate::fleet;
-use crate::process::Process;
+use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
 /// Running key-value server, which is killed when dropped.
 #[derive(Debug)]
 pub struct KeyValueServer {
-    master_process: Process,
+    master_process: TestbedProcess,
     counter_file_path: PathBuf,
 }
 
@@ -45,10 +45,10 @@ impl KeyValueServer {
     }
 
     /// Reads the counters of each worker. Fails when the counter file cannot be read.
-    pub fn read_counters(&self) -> anyhow::Result<Vec<WorkerCounters>> {
+    pub fn read_counters(&self) -> anyhow::Result<Vec<KeyValueWorkerCounters>> {
         let counter_values = read_core_load_file(&self.counter_file_path)?;
         let (counter_chunks, _) = counter_values.as_chunks::<{ SharedWorkerCounters::COUNTERS_PER_WORKER }>();
-        Ok(counter_chunks.iter().map(WorkerCounters::from).collect())
+        Ok(counter_chunks.iter().map(KeyValueWorkerCounters::from).collect())
     }
 }
 
@@ -60,7 +60,7 @@ impl Testbed {
         let counter_file_path = self.directory().join(format!("key-value-s{number}"));
         // A killed server may have left its counter file, which must not count as a sign of readiness.
         let _ = fs::remove_file(&counter_file_path);
-        let mut command = Command::new(fleet::lab_binary()?);
+        let mut command = Command::new(fleet::lab_binary_path()?);
         command.args(["testbed", "key-value-server", "--listen", &SERVICE_ADDRESS.to_string()]);
         command
             .arg("--counter-file")

@@ -6,16 +6,16 @@ use std::path::Path;
 use std::ptr::{NonNull, null_mut};
 
 use anyhow::{Context as _, bail};
-use coreward_load::key_value::{self, Request, ResponseStatus, ResponseWriter};
+use coreward_load::key_value::{self, KeyValueRequest, KeyValueResponseStatus, KeyValueResponseWriter};
 use coreward_load::request_type::RequestType;
 
-use super::store::{Database, initial_value};
+use super::store::{KeyValueDatabase, initial_value_bytes};
 
-const LIBRARY_NAME: &CStr = c"librocksdb.so.7.8";
-const PACKAGE_NAME: &str = "librocksdb7.8";
+const ROCKSDB_LIBRARY_NAME: &CStr = c"librocksdb.so.7.8";
+const ROCKSDB_PACKAGE_NAME: &str = "librocksdb7.8";
 
-type Handle = *mut c_void;
-type ErrorText = *mut *mut c_char;
+type RocksDbHandle = *mut c_void;
+type ErrorTextPointer = *mut *mut c_char;
 
 /// Declares a struct of pointers to the listed functions of rocksdb/c.h, which it loads from the shared library.
 macro_rules! functions {
@@ -27,18 +27,21 @@ macro_rules! functions {
         impl Functions {
             fn load() -> anyhow::Result<Self> {
                 // SAFETY: a C string; the library has no initialization that depends on this program.
-                let library = NonNull::new(unsafe { libc::dlopen(LIBRARY_NAME.as_ptr(), libc::RTLD_NOW) });
+                let library = NonNull::new(unsafe { libc::dlopen(ROCKSDB_LIBRARY_NAME.as_ptr(), libc::RTLD_NOW) });
                 let library =
-                    library.with_context(|| format!("no {LIBRARY_NAME:?}: expected Debian package {PACKAGE_NAME}"))?;
+                    library.with_context(|| {
+                        format!("no {ROCKSDB_LIBRARY_NAME:?}: expected Debian package {ROCKSDB_PACKAGE_NAME}")
+                    })?;
                 Ok(Self {
                     $($name: {
                         let name = CString::new(concat!("rocksdb_", stringify!($name)))?;
                         // SAFETY: an open library and a C string.
                         let symbol = NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) });
-                        let symbol = symbol.with_context(|| format!("{LIBRARY_NAME:?} has no function {name:?}"))?;
+                        let symbol =
+                            symbol.with_context(|| format!("{ROCKSDB_LIBRARY_NAME:?} has no function {name:?}"))?;
                         // SAFETY: the type is that of rocksdb/c.h.
                         unsafe {
-                            std::mem::transmute::<Handle, unsafe extern "C" fn($($argument),*) $(-> $result)?>(
+                            std::mem::transmute::<RocksDbHandle, unsafe extern "C" fn($($argument),*) $(-> $result)?>(
                                 symbol.as_ptr(),
                             )
                         }
@@ -50,33 +53,33 @@ macro_rules! functions {
 }
 
 functions! {
-    fn options_create() -> Handle;
-    fn options_set_create_if_missing(Handle, c_uchar);
-    fn options_destroy(Handle);
-    fn open(Handle, *const c_char, ErrorText) -> Handle;
-    fn close(Handle);
-    fn readoptions_create() -> Handle;
-    fn readoptions_destroy(Handle);
-    fn writeoptions_create() -> Handle;
-    fn writeoptions_destroy(Handle);
-    fn put(Handle, Handle, *const c_char, usize, *const c_char, usize, ErrorText);
-    fn get(Handle, Handle, *const c_char, usize, *mut usize, ErrorText) -> *mut c_char;
-    fn create_iterator(Handle, Handle) -> Handle;
-    fn iter_seek(Handle, *const c_char, usize);
-    fn iter_valid(Handle) -> c_uchar;
-    fn iter_next(Handle);
-    fn iter_key(Handle, *mut usize) -> *const c_char;
-    fn iter_value(Handle, *mut usize) -> *const c_char;
-    fn iter_destroy(Handle);
-    fn free(Handle);
+    fn options_create() -> RocksDbHandle;
+    fn options_set_create_if_missing(RocksDbHandle, c_uchar);
+    fn options_destroy(RocksDbHandle);
+    fn open(RocksDbHandle, *const c_char, ErrorTextPointer) -> RocksDbHandle;
+    fn close(RocksDbHandle);
+    fn readoptions_create() -> RocksDbHandle;
+    fn readoptions_destroy(RocksDbHandle);
+    fn writeoptions_create() -> RocksDbHandle;
+    fn writeoptions_destroy(RocksDbHandle);
+    fn put(RocksDbHandle, RocksDbHandle, *const c_char, usize, *const c_char, usize, ErrorTextPointer);
+    fn get(RocksDbHandle, RocksDbHandle, *const c_char, usize, *mut usize, ErrorTextPointer) -> *mut c_char;
+    fn create_iterator(RocksDbHandle, RocksDbHandle) -> RocksDbHandle;
+    fn iter_seek(RocksDbHandle, *const c_char, usize);
+    fn iter_valid(RocksDbHandle) -> c_uchar;
+    fn iter_next(RocksDbHandle);
+    fn iter_key(RocksDbHandle, *mut usize) -> *const c_char;
+    fn iter_value(RocksDbHandle, *mut usize) -> *const c_char;
+    fn iter_destroy(RocksDbHandle);
+    fn free(RocksDbHandle);
 }
 
 /// Open RocksDB database, which is closed when dropped.
 pub(crate) struct RocksDb {
     functions: Functions,
-    database: Handle,
-    read_options: Handle,
-    write_options: Handle,
+    database: RocksDbHandle,
+    read_options: RocksDbHandle,
+    write_options: RocksDbHandle,
 }
 
 // SAFETY: RocksDB locks internally, and the options are only read.
@@ -86,7 +89,7 @@ unsafe impl Sync for RocksDb {}
 
 impl RocksDb {
     /// Opens the database in `directory`, or creates it if it does not exist. Writes the initial keys (see
-    /// [`super::store::Store::with_keys`]). Fails without the library, or with RocksDB's error.
+    /// [`super::store::InMemoryStore::with_keys`]). Fails without the library, or with RocksDB's error.
     pub(crate) fn open(directory: &Path, key_count: u32, value_length: usize) -> anyhow::Result<Self> {
         let functions = Functions::load()?;
         let path = CString::new(directory.as_os_str().as_bytes())?;
@@ -102,7 +105,7 @@ impl RocksDb {
         };
         rocksdb.check_error(error).with_context(|| directory.display().to_string())?;
         for number in 0..key_count {
-            rocksdb.put(key_value::key_name(number).as_bytes(), &initial_value(number, value_length))?;
+            rocksdb.put(key_value::key_name(number).as_bytes(), &initial_value_bytes(number, value_length))?;
         }
         Ok(rocksdb)
     }
@@ -168,7 +171,7 @@ impl RocksDb {
         unsafe {
             let iterator = create_iterator(self.database, self.read_options);
             iter_seek(iterator, key.as_ptr().cast(), key.len());
-            let read_slice = |iterator_getter: unsafe extern "C" fn(Handle, *mut usize) -> *const c_char| {
+            let read_slice = |iterator_getter: unsafe extern "C" fn(RocksDbHandle, *mut usize) -> *const c_char| {
                 let mut length = 0;
                 let bytes = iterator_getter(iterator, &raw mut length);
                 std::slice::from_raw_parts(bytes.cast::<u8>(), length)
@@ -198,8 +201,8 @@ impl Drop for RocksDb {
     }
 }
 
-impl Database for RocksDb {
-    fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
+impl KeyValueDatabase for RocksDb {
+    fn answer_request(&self, request: &KeyValueRequest<'_>, worker: u16, response: &mut KeyValueResponseWriter) {
         let log_error = |error: anyhow::Error| {
             tracing::warn!(
                 event = "request-failed",
@@ -215,7 +218,7 @@ impl Database for RocksDb {
                 }
                 response.begin_response(
                     request,
-                    if found_value.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound },
+                    if found_value.is_some() { KeyValueResponseStatus::Done } else { KeyValueResponseStatus::NotFound },
                     worker,
                 );
                 if let Some(value) = found_value {
@@ -226,12 +229,12 @@ impl Database for RocksDb {
                 let put_result = self.put(request.key, request.value).map_err(log_error);
                 response.begin_response(
                     request,
-                    if put_result.is_ok() { ResponseStatus::Done } else { ResponseStatus::NotFound },
+                    if put_result.is_ok() { KeyValueResponseStatus::Done } else { KeyValueResponseStatus::NotFound },
                     worker,
                 );
             }
             scan_type => {
-                response.begin_response(request, ResponseStatus::Done, worker);
+                response.begin_response(request, KeyValueResponseStatus::Done, worker);
                 let pair_count = scan_type.scan_pairs().unwrap_or(0).into();
                 self.scan(request.key, pair_count, |key, value| _ = response.push_pair(key, value));
             }
@@ -241,14 +244,20 @@ impl Database for RocksDb {
 
 #[cfg(test)]
 mod tests {
-    use super::super::store::Store;
+    use super::super::store::InMemoryStore;
     use super::*;
 
-    fn answer(database: &dyn Database, request_type: &str, key: &str, value: &[u8]) -> Vec<Vec<u8>> {
+    fn answer_test_request(
+        database: &dyn KeyValueDatabase,
+        request_type: &str,
+        key: &str,
+        value: &[u8],
+    ) -> Vec<Vec<u8>> {
         let key = key.as_bytes();
-        let request = Request { request_type: request_type.parse().unwrap(), id: 1, service_ns: 0, key, value };
-        let mut response = ResponseWriter::default();
-        database.answer(&request, 2, &mut response);
+        let request =
+            KeyValueRequest { request_type: request_type.parse().unwrap(), request_id: 1, service_ns: 0, key, value };
+        let mut response = KeyValueResponseWriter::default();
+        database.answer_request(&request, 2, &mut response);
         response.finish_response().map(<[u8]>::to_vec).collect()
     }
 
@@ -256,13 +265,13 @@ mod tests {
     fn rocksdb_and_in_memory_store_give_same_answers() {
         let directory = tempfile::tempdir().unwrap();
         let rocksdb = match RocksDb::open(directory.path(), 1000, 10) {
-            Err(error) if error.to_string().contains(PACKAGE_NAME) => {
+            Err(error) if error.to_string().contains(ROCKSDB_PACKAGE_NAME) => {
                 println!("SKIPPED rocksdb_answers_as_the_store_in_memory: {error}");
                 return;
             }
             open_result => open_result.unwrap(),
         };
-        let memory_store = Store::with_keys(1000, 10, 2000);
+        let memory_store = InMemoryStore::with_keys(1000, 10, 2000);
         for (request_type, key, value) in [
             ("GET", "user0000000007", &b""[..]),
             ("GET", "absent", b""),
@@ -272,8 +281,8 @@ mod tests {
             ("SCAN127", "user0000000990", b""),
             ("WORK3", "", b""),
         ] {
-            let answers =
-                [&rocksdb as &dyn Database, &memory_store].map(|store| answer(store, request_type, key, value));
+            let answers = [&rocksdb as &dyn KeyValueDatabase, &memory_store]
+                .map(|store| answer_test_request(store, request_type, key, value));
             assert_eq!(answers[0], answers[1], "{request_type} {key}");
         }
         drop(rocksdb);

@@ -15,9 +15,9 @@ use nix::unistd::Pid;
 use serde::Serialize;
 use socket2::{Domain, Socket, Type};
 
-use super::store::{MAX_ADDED_PAIR_COUNT, Store};
-use super::worker::{KeyValueWorker, ServiceTime, SharedWorkerCounters, set_receive_buffer_size};
-use crate::core_load_file::CounterFile;
+use super::store::{InMemoryStore, MAX_ADDED_PAIR_COUNT};
+use super::worker::{KeyValueWorker, ServiceTimeSource, SharedWorkerCounters, set_receive_buffer_size};
+use crate::core_load_file::SharedCounterFile;
 use crate::emulated_server::fork_worker;
 use crate::interrupt;
 
@@ -71,7 +71,7 @@ pub struct KeyValueServerArgs {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-pub struct WorkerCounters {
+pub struct KeyValueWorkerCounters {
     /// Number of datagrams that the worker read.
     pub received: u64,
     /// Number of requests that the worker answered.
@@ -82,7 +82,7 @@ pub struct WorkerCounters {
     pub busy_ns: u64,
 }
 
-impl From<&[u64; SharedWorkerCounters::COUNTERS_PER_WORKER]> for WorkerCounters {
+impl From<&[u64; SharedWorkerCounters::COUNTERS_PER_WORKER]> for KeyValueWorkerCounters {
     fn from(&[received, answered, refused, busy_ns]: &[u64; SharedWorkerCounters::COUNTERS_PER_WORKER]) -> Self {
         Self { received, answered, refused, busy_ns }
     }
@@ -90,7 +90,7 @@ impl From<&[u64; SharedWorkerCounters::COUNTERS_PER_WORKER]> for WorkerCounters 
 
 /// Serves requests until SIGINT or SIGTERM, then prints the counters of each worker as one line of JSON. Fails when it
 /// cannot listen, when an option is invalid, or when all workers have ended.
-pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
+pub fn run_key_value_server(args: &KeyValueServerArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let mut server = KeyValueMaster::new(args)?;
     let serve_result = if args.threads { server.serve_with_threads() } else { server.serve_with_processes() };
@@ -100,29 +100,30 @@ pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
 
 struct KeyValueMaster<'a> {
     args: &'a KeyValueServerArgs,
-    store: Arc<Store>,
-    service_time: ServiceTime,
-    counter_file: CounterFile,
+    store: Arc<InMemoryStore>,
+    service_time: ServiceTimeSource,
+    counter_file: SharedCounterFile,
     /// Core load file with the workers' busy times, which an agent reads.
-    core_load_file: Option<CounterFile>,
+    core_load_file: Option<SharedCounterFile>,
     /// Master's copy of each worker's socket, or `None` if only the worker process has the socket.
     worker_sockets: Vec<Option<UdpSocket>>,
 }
 
 impl<'a> KeyValueMaster<'a> {
     fn new(args: &'a KeyValueServerArgs) -> anyhow::Result<Self> {
-        let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MAX_ADDED_PAIR_COUNT);
+        let store =
+            InMemoryStore::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MAX_ADDED_PAIR_COUNT);
         let service_time = if args.paced {
             let specified_times = args.service_us.clone().unwrap_or_default();
-            ServiceTime::EmulatedTime(
+            ServiceTimeSource::EmulatedTime(
                 ServiceTimesByType::multiples_of_turbo(args.multiplier)?.with_overrides(&specified_times),
             )
         } else {
-            ServiceTime::RealWork
+            ServiceTimeSource::RealWork
         };
         let temporary_counter_path = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
         let counter_file_path = args.counter_file.as_ref().unwrap_or(&temporary_counter_path);
-        let counter_file = CounterFile::create(
+        let counter_file = SharedCounterFile::create(
             counter_file_path,
             usize::from(args.workers) * SharedWorkerCounters::COUNTERS_PER_WORKER,
         )?;
@@ -130,7 +131,7 @@ impl<'a> KeyValueMaster<'a> {
             counter_file.unlink()?;
         }
         let core_load_file =
-            args.busy_file.as_ref().map(|path| CounterFile::create(path, args.workers.into())).transpose()?;
+            args.busy_file.as_ref().map(|path| SharedCounterFile::create(path, args.workers.into())).transpose()?;
         Ok(Self {
             args,
             store: Arc::new(store),
@@ -145,13 +146,15 @@ impl<'a> KeyValueMaster<'a> {
         self.core_load_file.as_ref()?.counters().get(usize::from(worker))
     }
 
-    fn worker_counters(&self, worker: u8) -> SharedWorkerCounters {
+    fn shared_worker_counters(&self, worker: u8) -> SharedWorkerCounters {
         let (counter_chunks, _) = self.counter_file.counters().as_chunks();
         SharedWorkerCounters(&counter_chunks[usize::from(worker)])
     }
 
-    fn read_all_counters(&self) -> Vec<WorkerCounters> {
-        (0..self.args.workers).map(|worker| WorkerCounters::from(&self.worker_counters(worker).read())).collect()
+    fn read_all_counters(&self) -> Vec<KeyValueWorkerCounters> {
+        (0..self.args.workers)
+            .map(|worker| KeyValueWorkerCounters::from(&self.shared_worker_counters(worker).read_counters()))
+            .collect()
     }
 
     fn open_socket(&self) -> anyhow::Result<UdpSocket> {
@@ -188,12 +191,12 @@ impl<'a> KeyValueMaster<'a> {
         let (error_sender, error_receiver) = std::sync::mpsc::channel();
         for worker in 0..self.args.workers {
             let (socket, counters, busy_ns) =
-                (self.open_socket()?, self.worker_counters(worker), self.worker_busy_time_counter(worker));
+                (self.open_socket()?, self.shared_worker_counters(worker), self.worker_busy_time_counter(worker));
             let (store, service_time, error_sender) =
                 (Arc::clone(&self.store), self.service_time.clone(), error_sender.clone());
             let run_worker = move || {
                 let worker = KeyValueWorker {
-                    number: worker.into(),
+                    worker_number: worker.into(),
                     socket: &socket,
                     store: &store,
                     service_time: &service_time,
@@ -253,9 +256,9 @@ impl<'a> KeyValueMaster<'a> {
 
     fn run_worker(&self, number: u8, socket: &UdpSocket) -> anyhow::Result<std::convert::Infallible> {
         interrupt::reset_signals_in_child()?;
-        let (counters, busy_ns) = (self.worker_counters(number), self.worker_busy_time_counter(number));
+        let (counters, busy_ns) = (self.shared_worker_counters(number), self.worker_busy_time_counter(number));
         KeyValueWorker {
-            number: number.into(),
+            worker_number: number.into(),
             socket,
             store: &self.store,
             service_time: &self.service_time,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
-use coreward_load::key_value::{self, Request, ResponseStatus, ResponseWriter};
+use coreward_load::key_value::{self, KeyValueRequest, KeyValueResponseStatus, KeyValueResponseWriter};
 use coreward_load::request_type::RequestType;
 use parking_lot::RwLock;
 
@@ -13,42 +13,42 @@ pub(crate) const MAX_ADDED_PAIR_COUNT: usize = 1_000_000;
 type KeyValuePairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 
 /// Key-value database of a server.
-pub(crate) trait Database: Send + Sync {
+pub(crate) trait KeyValueDatabase: Send + Sync {
     /// Executes the request and writes the response.
-    fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter);
+    fn answer_request(&self, request: &KeyValueRequest<'_>, worker: u16, response: &mut KeyValueResponseWriter);
 }
 
 /// Returns the value of the initial key `number`.
-pub(crate) fn initial_value(number: u32, length: usize) -> Vec<u8> {
+pub(crate) fn initial_value_bytes(number: u32, length: usize) -> Vec<u8> {
     (0..length).map(|index| (number as usize + index) as u8).collect()
 }
 
 /// Key-value store in memory, which one worker owns or all workers share.
 #[derive(Debug)]
-pub(crate) struct Store {
+pub(crate) struct InMemoryStore {
     pairs: RwLock<KeyValuePairs>,
     /// Maximum number of keys. Once it is reached, a PUT of another key is rejected, so that clients cannot fill the
     /// memory.
     max_pair_count: usize,
 }
 
-impl Store {
+impl InMemoryStore {
     /// Creates a store with `key_count` keys, whose names are [`key_value::key_name`] of the numbers from 0. Each value
     /// has `value_length` bytes.
     pub(crate) fn with_keys(key_count: u32, value_length: usize, max_pair_count: usize) -> Self {
-        let initial_pair = |number: u32| {
+        let build_initial_pair = |number: u32| {
             let key = key_value::key_name(number).into_bytes();
-            (key.into_boxed_slice(), initial_value(number, value_length).into_boxed_slice())
+            (key.into_boxed_slice(), initial_value_bytes(number, value_length).into_boxed_slice())
         };
-        Self { pairs: RwLock::new((0..key_count).map(initial_pair).collect()), max_pair_count }
+        Self { pairs: RwLock::new((0..key_count).map(build_initial_pair).collect()), max_pair_count }
     }
 
-    fn get(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
+    fn get(&self, request: &KeyValueRequest<'_>, worker: u16, response: &mut KeyValueResponseWriter) {
         let pairs = self.read_pairs();
         let value = pairs.get(request.key);
         response.begin_response(
             request,
-            if value.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound },
+            if value.is_some() { KeyValueResponseStatus::Done } else { KeyValueResponseStatus::NotFound },
             worker,
         );
         if let Some(value) = value {
@@ -56,7 +56,7 @@ impl Store {
         }
     }
 
-    fn put(&self, key: &[u8], value: &[u8]) -> ResponseStatus {
+    fn put(&self, key: &[u8], value: &[u8]) -> KeyValueResponseStatus {
         // A writer that panicked left the map valid, before or after its PUT.
         let mut pairs = self.pairs.write();
         if let Some(stored_value) = pairs.get_mut(key) {
@@ -64,12 +64,12 @@ impl Store {
         } else if pairs.len() < self.max_pair_count {
             pairs.insert(key.into(), value.into());
         } else {
-            return ResponseStatus::StoreFull;
+            return KeyValueResponseStatus::StoreFull;
         }
-        ResponseStatus::Done
+        KeyValueResponseStatus::Done
     }
 
-    fn scan(&self, first_key: &[u8], pair_count: usize, response: &mut ResponseWriter) {
+    fn scan(&self, first_key: &[u8], pair_count: usize, response: &mut KeyValueResponseWriter) {
         let key_range = (Bound::Included(first_key), Bound::Unbounded);
         for (key, value) in self.read_pairs().range::<[u8], _>(key_range).take(pair_count) {
             assert!(response.push_pair(key, value), "127 pairs, each within one datagram");
@@ -81,8 +81,8 @@ impl Store {
     }
 }
 
-impl Database for Store {
-    fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
+impl KeyValueDatabase for InMemoryStore {
+    fn answer_request(&self, request: &KeyValueRequest<'_>, worker: u16, response: &mut KeyValueResponseWriter) {
         match request.request_type {
             RequestType::GET => self.get(request, worker, response),
             RequestType::PUT => {
@@ -90,7 +90,7 @@ impl Database for Store {
                 response.begin_response(request, status, worker);
             }
             scan_type => {
-                response.begin_response(request, ResponseStatus::Done, worker);
+                response.begin_response(request, KeyValueResponseStatus::Done, worker);
                 if let Some(pair_count) = scan_type.scan_pairs() {
                     self.scan(request.key, pair_count.into(), response);
                 }
@@ -107,10 +107,11 @@ mod tests {
 
     type StatusAndPairs = (u8, Vec<(Vec<u8>, Vec<u8>)>);
 
-    fn query_store(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> StatusAndPairs {
-        let request = Request { request_type: request_type.parse().unwrap(), id: 1, service_ns: 0, key, value };
-        let mut response = ResponseWriter::default();
-        store.answer(&request, 2, &mut response);
+    fn query_store(store: &InMemoryStore, request_type: &str, key: &[u8], value: &[u8]) -> StatusAndPairs {
+        let request =
+            KeyValueRequest { request_type: request_type.parse().unwrap(), request_id: 1, service_ns: 0, key, value };
+        let mut response = KeyValueResponseWriter::default();
+        store.answer_request(&request, 2, &mut response);
         let (mut status, mut all_pairs) = (0, Vec::new());
         for datagram in response.finish_response() {
             assert!(datagram.len() <= MAX_DATAGRAM_BYTES);
@@ -124,20 +125,20 @@ mod tests {
 
     #[test]
     fn stored_value_is_returned() {
-        let store = Store::with_keys(3, 4, 4);
-        assert_eq!(query_store(&store, "GET", b"new", b""), (ResponseStatus::NotFound as u8, vec![]));
-        assert_eq!(query_store(&store, "PUT", b"new", b"first"), (ResponseStatus::Done as u8, vec![]));
-        assert_eq!(query_store(&store, "PUT", b"new", b"second"), (ResponseStatus::Done as u8, vec![]));
+        let store = InMemoryStore::with_keys(3, 4, 4);
+        assert_eq!(query_store(&store, "GET", b"new", b""), (KeyValueResponseStatus::NotFound as u8, vec![]));
+        assert_eq!(query_store(&store, "PUT", b"new", b"first"), (KeyValueResponseStatus::Done as u8, vec![]));
+        assert_eq!(query_store(&store, "PUT", b"new", b"second"), (KeyValueResponseStatus::Done as u8, vec![]));
         assert_eq!(query_store(&store, "GET", b"new", b""), (0, vec![(b"new".to_vec(), b"second".to_vec())]));
-        assert_eq!(query_store(&store, "PUT", b"another", b""), (ResponseStatus::StoreFull as u8, vec![]));
-        assert_eq!(query_store(&store, "PUT", b"new", b""), (ResponseStatus::Done as u8, vec![]));
+        assert_eq!(query_store(&store, "PUT", b"another", b""), (KeyValueResponseStatus::StoreFull as u8, vec![]));
+        assert_eq!(query_store(&store, "PUT", b"new", b""), (KeyValueResponseStatus::Done as u8, vec![]));
         let (_, pairs) = query_store(&store, "GET", key_name(2).as_bytes(), b"");
         assert_eq!(pairs, [(key_name(2).into_bytes(), vec![2, 3, 4, 5])]);
     }
 
     #[test]
     fn scan_returns_keys_in_order() {
-        let store = Store::with_keys(1_000, 100, 1_001);
+        let store = InMemoryStore::with_keys(1_000, 100, 1_001);
         query_store(&store, "PUT", format!("{}x", key_name(500)).as_bytes(), b"between");
         let (status, pairs) = query_store(&store, "SCAN105", key_name(499).as_bytes(), b"");
         let mut expected: Vec<Vec<u8>> = (499..603).map(|number| key_name(number).into_bytes()).collect();
@@ -152,11 +153,11 @@ mod tests {
 
     #[test]
     fn longest_pairs_fit_in_datagrams() {
-        let store = Store::with_keys(0, 0, 200);
+        let store = InMemoryStore::with_keys(0, 0, 200);
         for number in 0..127 {
             assert_eq!(
                 query_store(&store, "PUT", &[number; MAX_KEY_BYTES], &[number; MAX_VALUE_BYTES]).0,
-                ResponseStatus::Done as u8
+                KeyValueResponseStatus::Done as u8
             );
         }
         assert_eq!(query_store(&store, "SCAN127", b"", b"").1.len(), 127);

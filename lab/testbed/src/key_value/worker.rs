@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use coreward_load::event_loop::now_ns;
-use coreward_load::key_value::{Request, RequestError, ResponseWriter};
+use coreward_load::key_value::{KeyValueRequest, KeyValueRequestError, KeyValueResponseWriter};
 use coreward_load::receive::TimestampedReceiver;
 use coreward_load::request_type::{RequestType, ServiceTimesByType};
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
 
-use super::store::{Database as _, Store};
+use super::store::{InMemoryStore, KeyValueDatabase as _};
 use crate::core_load_file::VirtualCore;
 
 /// Maximum delay of a worker that an emulated core makes up for (ns). Late wake-ups (microseconds to milliseconds) thus
@@ -31,26 +31,26 @@ pub(crate) struct SharedWorkerCounters(pub(crate) &'static [AtomicU64; SharedWor
 
 impl SharedWorkerCounters {
     pub(crate) const COUNTERS_PER_WORKER: usize = 4;
-    const RECEIVED_INDEX: usize = 0;
-    const ANSWERED_INDEX: usize = 1;
-    const REJECTED_INDEX: usize = 2;
+    const RECEIVED_COUNTER_INDEX: usize = 0;
+    const ANSWERED_COUNTER_INDEX: usize = 1;
+    const REJECTED_COUNTER_INDEX: usize = 2;
     const BUSY_NS_INDEX: usize = 3;
 
     /// Adds `increment` to a counter. Each counter has one writer, and readers need no ordering with other memory.
-    fn add(&self, counter_index: usize, increment: u64) {
+    fn add_to_counter(&self, counter_index: usize, increment: u64) {
         let sum = u64::from_le(self.0[counter_index].load(Ordering::Relaxed)) + increment;
         self.0[counter_index].store(sum.to_le(), Ordering::Relaxed);
     }
 
     /// Returns the current values of all counters.
-    pub(crate) fn read(&self) -> [u64; Self::COUNTERS_PER_WORKER] {
+    pub(crate) fn read_counters(&self) -> [u64; Self::COUNTERS_PER_WORKER] {
         self.0.each_ref().map(|number| u64::from_le(number.load(Ordering::Relaxed)))
     }
 }
 
 /// Source of the time that a worker takes to serve a request.
 #[derive(Debug, Clone)]
-pub(crate) enum ServiceTime {
+pub(crate) enum ServiceTimeSource {
     /// Time that the execution of the request really takes.
     RealWork,
     /// Emulated time that a request contains, or if it contains none, the time of its type in this table.
@@ -59,9 +59,9 @@ pub(crate) enum ServiceTime {
 
 /// Reason for which a datagram is not answered.
 #[derive(Debug, thiserror::Error)]
-enum Rejection {
+enum DatagramRejection {
     #[error(transparent)]
-    BadRequest(#[from] RequestError),
+    BadRequest(#[from] KeyValueRequestError),
     #[error("a {0}, for which there is no service time: give one by --service-us or in the request")]
     NoServiceTime(RequestType),
     #[error("more than a datagram may have")]
@@ -69,10 +69,10 @@ enum Rejection {
 }
 
 pub(crate) struct KeyValueWorker<'a> {
-    pub number: u16,
+    pub worker_number: u16,
     pub socket: &'a UdpSocket,
-    pub store: &'a Store,
-    pub service_time: &'a ServiceTime,
+    pub store: &'a InMemoryStore,
+    pub service_time: &'a ServiceTimeSource,
     pub counters: SharedWorkerCounters,
     /// Busy time of the worker (ns), which is published for an agent.
     pub published_busy_ns: Option<&'a AtomicU64>,
@@ -85,7 +85,7 @@ impl KeyValueWorker<'_> {
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
         TimestampedReceiver::enable_timestamps(self.socket).context("cannot have arrivals stamped")?;
         let (mut receiver, mut response, mut core) =
-            (TimestampedReceiver::default(), ResponseWriter::default(), VirtualCore::default());
+            (TimestampedReceiver::default(), KeyValueResponseWriter::default(), VirtualCore::default());
         let mut buffer = vec![0; 65_536];
         let mut is_first_rejection = true;
         loop {
@@ -93,15 +93,15 @@ impl KeyValueWorker<'_> {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
                 other => other.context("cannot receive")?,
             };
-            self.counters.add(SharedWorkerCounters::RECEIVED_INDEX, 1);
+            self.counters.add_to_counter(SharedWorkerCounters::RECEIVED_COUNTER_INDEX, 1);
             let datagram = if received_datagram.is_truncated {
-                Err(Rejection::Truncated)
+                Err(DatagramRejection::Truncated)
             } else {
-                Ok(&buffer[..received_datagram.length])
+                Ok(&buffer[..received_datagram.received_byte_count])
             };
             let answer_result = datagram.and_then(|datagram| {
-                let request = Request::parse(datagram)?;
-                self.serve(&request, received_datagram.arrived_ns, &mut core, &mut response)
+                let request = KeyValueRequest::parse(datagram)?;
+                self.serve_request(&request, received_datagram.arrived_ns, &mut core, &mut response)
             });
             match answer_result {
                 Ok(()) => {
@@ -109,7 +109,7 @@ impl KeyValueWorker<'_> {
                     self.send_response(&mut response, client_address);
                 }
                 Err(rejection) => {
-                    self.counters.add(SharedWorkerCounters::REJECTED_INDEX, 1);
+                    self.counters.add_to_counter(SharedWorkerCounters::REJECTED_COUNTER_INDEX, 1);
                     if std::mem::take(&mut is_first_rejection) {
                         self.warn_of_rejection(&rejection);
                     }
@@ -119,48 +119,48 @@ impl KeyValueWorker<'_> {
     }
 
     /// Sends a response, and counts it as answered if the kernel accepts all its datagrams.
-    fn send_response(&self, response: &mut ResponseWriter, client_address: SocketAddr) {
+    fn send_response(&self, response: &mut KeyValueResponseWriter, client_address: SocketAddr) {
         // Sending blocks while the send buffer is full. Datagrams that the network rejects are lost.
         let is_sent = response.finish_response().all(|datagram| self.socket.send_to(datagram, client_address).is_ok());
-        self.counters.add(SharedWorkerCounters::ANSWERED_INDEX, is_sent.into());
+        self.counters.add_to_counter(SharedWorkerCounters::ANSWERED_COUNTER_INDEX, is_sent.into());
     }
 
-    fn warn_of_rejection(&self, rejection: &Rejection) {
+    fn warn_of_rejection(&self, rejection: &DatagramRejection) {
         tracing::warn!(
             event = "request-rejected",
-            worker = self.number,
+            worker = self.worker_number,
             error = %rejection,
             "request rejected without a response; further rejections are only counted"
         );
     }
 
     /// Executes a request, and sleeps until its service time is over.
-    fn serve(
+    fn serve_request(
         &self,
-        request: &Request<'_>,
+        request: &KeyValueRequest<'_>,
         arrival_ns: u64,
         core: &mut VirtualCore,
-        response: &mut ResponseWriter,
-    ) -> Result<(), Rejection> {
+        response: &mut KeyValueResponseWriter,
+    ) -> Result<(), DatagramRejection> {
         let start_ns = now_ns();
         let service_ns = match self.service_time {
-            ServiceTime::RealWork => None,
-            ServiceTime::EmulatedTime(_) if request.service_ns > 0 => Some(request.service_ns),
-            ServiceTime::EmulatedTime(times) => {
-                let missing_time_rejection = Rejection::NoServiceTime(request.request_type);
+            ServiceTimeSource::RealWork => None,
+            ServiceTimeSource::EmulatedTime(_) if request.service_ns > 0 => Some(request.service_ns),
+            ServiceTimeSource::EmulatedTime(times) => {
+                let missing_time_rejection = DatagramRejection::NoServiceTime(request.request_type);
                 Some(times.get_ns(request.request_type).ok_or(missing_time_rejection)?)
             }
         };
-        self.store.answer(request, self.number, response);
+        self.store.answer_request(request, self.worker_number, response);
         if let Some(service_ns) = service_ns {
             let arrival_ns = arrival_ns.max(start_ns.saturating_sub(MAX_CATCH_UP_NS));
-            sleep_until(core.enqueue(arrival_ns, service_ns.into()));
+            sleep_until(core.enqueue_request(arrival_ns, service_ns.into()));
         }
         let busy_ns = service_ns.map_or_else(|| now_ns() - start_ns, u64::from);
-        self.counters.add(SharedWorkerCounters::BUSY_NS_INDEX, busy_ns);
+        self.counters.add_to_counter(SharedWorkerCounters::BUSY_NS_INDEX, busy_ns);
         if let Some(published_busy_ns) = self.published_busy_ns {
             published_busy_ns
-                .store(self.counters.read()[SharedWorkerCounters::BUSY_NS_INDEX].to_le(), Ordering::Relaxed);
+                .store(self.counters.read_counters()[SharedWorkerCounters::BUSY_NS_INDEX].to_le(), Ordering::Relaxed);
         }
         Ok(())
     }

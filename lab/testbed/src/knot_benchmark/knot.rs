@@ -11,14 +11,14 @@ use coreward_load::dns::{self, DnsQuery};
 
 use crate::addresses::FIRST_IPV4_VIP;
 use crate::topology::Testbed;
-use crate::{DEFAULT_TIMEOUT, Process};
+use crate::{DEFAULT_TIMEOUT, TestbedProcess};
 
 /// Address and port of the DNS service, on every server.
 pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_IPV4_VIP, 53);
 /// DNS query that knotd answers from memory.
-pub const PLAIN_QUERY: &str = "www.plain.test/A";
+pub const PLAIN_DNS_QUERY: &str = "www.plain.test/A";
 /// DNS query whose answer knotd signs on demand (RSA, 2048 bits).
-pub const SIGNED_QUERY: &str = "www.signed.test/A/dnssec";
+pub const SIGNED_DNS_QUERY: &str = "www.signed.test/A/dnssec";
 /// Path of knotd in Debian, which is absolute because PATH may lack `/usr/sbin`.
 pub const KNOTD_PATH: &str = "/usr/sbin/knotd";
 
@@ -32,19 +32,19 @@ www A 192.0.2.2
 /// Running knotd process on a server. Dropping this value ends the process.
 #[derive(Debug)]
 pub struct KnotServer {
-    process: Process,
+    process: TestbedProcess,
 }
 
 impl Testbed {
-    /// Starts knotd on server `number` with `worker_count` UDP workers, and waits until it answers [`PLAIN_QUERY`] and
-    /// [`SIGNED_QUERY`]. Fails when the server or knotd does not exist. Fails with knotd's output when knotd does not
-    /// answer in time.
+    /// Starts knotd on server `number` with `worker_count` UDP workers, and waits until it answers [`PLAIN_DNS_QUERY`]
+    /// and [`SIGNED_DNS_QUERY`]. Fails when the server or knotd does not exist. Fails with knotd's output when knotd
+    /// does not answer in time.
     pub fn start_knot(&self, number: u16, worker_count: u16) -> anyhow::Result<KnotServer> {
         let directory = self.directory().join(format!("knot-s{number}"));
         fs::create_dir_all(&directory)?;
         fs::write(directory.join("zone"), ZONE_FILE_TEXT)?;
         let configuration_path = directory.join("knot.conf");
-        fs::write(&configuration_path, configuration_text(&directory, worker_count))?;
+        fs::write(&configuration_path, build_knot_configuration_text(&directory, worker_count))?;
         let log_path = directory.join("knot.log");
         let log_file = fs::File::create(&log_path)?;
         let mut command = Command::new(KNOTD_PATH);
@@ -53,7 +53,9 @@ impl Testbed {
         let mut knot_server = KnotServer { process };
         let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         let server = self.server(number)?;
-        while !server.run_within(|| Ok(query_succeeds(PLAIN_QUERY)? && query_succeeds(SIGNED_QUERY)?)).unwrap_or(false)
+        while !server
+            .run_within(|| Ok(query_succeeds(PLAIN_DNS_QUERY)? && query_succeeds(SIGNED_DNS_QUERY)?))
+            .unwrap_or(false)
         {
             let exit_status = knot_server.process.try_wait()?;
             if exit_status.is_some() || Instant::now() > deadline {
@@ -79,7 +81,7 @@ fn query_succeeds(query: &str) -> anyhow::Result<bool> {
     Ok(dns::parse_response(&buffer[..length]) == Some((1, true)))
 }
 
-fn configuration_text(directory: &Path, worker_count: u16) -> String {
+fn build_knot_configuration_text(directory: &Path, worker_count: u16) -> String {
     let directory = directory.display();
     format!(
         "server:

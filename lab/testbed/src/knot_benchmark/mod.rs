@@ -4,16 +4,16 @@
 pub mod knot;
 
 use anyhow::ensure;
-use coreward_load::report::Report;
-use coreward_sim::output::{Format, Printable};
+use coreward_load::report::LoadRunReport;
+use coreward_sim::output::{PrintableResult, ResultFormat};
 use coreward_sim::seed_summary::SeedSummary;
 use serde::Serialize;
 
-use crate::dispatch_figure::dispatcher::Dispatcher;
+use crate::dispatch_figure::dispatcher::RunningDispatcher;
 use crate::dispatch_figure::requests::{measure_while_machine_idle, raise_open_file_limit};
-use crate::topology::{Testbed, missing_privilege};
+use crate::topology::{Testbed, find_missing_privilege};
 use crate::{instance, interrupt};
-use knot::{DNS_SERVICE_ADDRESS, PLAIN_QUERY, SIGNED_QUERY};
+use knot::{DNS_SERVICE_ADDRESS, PLAIN_DNS_QUERY, SIGNED_DNS_QUERY};
 
 /// Name in [`KnotBenchmarkArgs::policies`] with which the kernel selects the worker, without `coreward dispatch`.
 const KERNEL_POLICY_NAME: &str = "kernel";
@@ -41,8 +41,8 @@ pub struct KnotBenchmarkArgs {
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub runs: u64,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    pub format: Format,
+    #[arg(long, value_enum, default_value_t = ResultFormat::Text)]
+    pub format: ResultFormat,
 }
 
 fn parse_number_between(text: &str, minimum: f64, maximum: f64) -> Result<f64, String> {
@@ -64,7 +64,7 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
 
 /// Results of one policy, with median and range over the runs.
 #[derive(Debug, Clone, Serialize)]
-pub struct PolicyMeasurement {
+pub struct KnotPolicyMeasurement {
     /// Name of the dispatch policy, or `kernel` without `coreward dispatch`.
     pub policy: String,
     pub answered_rps: SeedSummary,
@@ -80,7 +80,7 @@ pub struct PolicyMeasurement {
 
 /// Results of the benchmark, for all policies.
 #[derive(Debug, Clone, Serialize)]
-pub struct PolicyComparison {
+pub struct KnotPolicyComparison {
     /// Number of UDP workers of knotd.
     pub workers: u16,
     /// Number of queries that are due per second.
@@ -88,7 +88,7 @@ pub struct PolicyComparison {
     /// Share of queries whose answer knotd signs on demand (0 to 1).
     pub signed_share: f64,
     /// Results of the policies, in the requested order.
-    pub policies: Vec<PolicyMeasurement>,
+    pub policies: Vec<KnotPolicyMeasurement>,
 }
 
 pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
@@ -99,23 +99,26 @@ pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
 
 /// Runs knotd on a server of a new testbed, and measures one policy after the other. Fails without root or knotd, when
 /// a process does not start, when an answer has an error, or when the machine is too busy.
-pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<PolicyComparison> {
-    if let Some(privilege_error) = missing_privilege() {
+pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<KnotPolicyComparison> {
+    if let Some(privilege_error) = find_missing_privilege() {
         anyhow::bail!(privilege_error);
     }
     raise_open_file_limit()?;
-    let testbed = Testbed::create_without_load_balancing(&instance::unique_name("stockserver")?)?;
+    let testbed = Testbed::create_without_load_balancing(&instance::unique_testbed_name("stockserver")?)?;
     let _knot_server = testbed.start_knot(1, args.workers)?;
-    let mut reports_by_policy: Vec<Vec<Report>> = vec![Vec::new(); args.policies.len()];
+    let mut reports_by_policy: Vec<Vec<LoadRunReport>> = vec![Vec::new(); args.policies.len()];
     for seed in 1..=args.runs {
         for (policy, reports) in args.policies.iter().zip(&mut reports_by_policy) {
             reports.push(measure_policy(&testbed, policy, args, seed)?);
         }
     }
-    let policy_measurements =
-        args.policies.iter().zip(&reports_by_policy).map(|(policy, reports)| PolicyMeasurement::new(policy, reports));
+    let policy_measurements = args
+        .policies
+        .iter()
+        .zip(&reports_by_policy)
+        .map(|(policy, reports)| KnotPolicyMeasurement::new(policy, reports));
     let policy_measurements = policy_measurements.collect::<anyhow::Result<_>>()?;
-    Ok(PolicyComparison {
+    Ok(KnotPolicyComparison {
         workers: args.workers,
         queries_per_second: args.rate,
         signed_share: args.signed,
@@ -125,19 +128,24 @@ pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<PolicyCompar
 
 /// Returns the dispatch configuration of the DNS service. Its request id is the DNS message id, which matches an answer
 /// with its query.
-fn dns_service_config(policy: &str) -> String {
+fn build_dns_service_config(policy: &str) -> String {
     format!("listen = \"{DNS_SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }
 
-fn measure_policy(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> anyhow::Result<Report> {
+fn measure_policy(
+    testbed: &Testbed,
+    policy: &str,
+    args: &KnotBenchmarkArgs,
+    seed: u64,
+) -> anyhow::Result<LoadRunReport> {
     let dispatcher = match policy {
         KERNEL_POLICY_NAME => None,
-        policy => Some(Dispatcher::start(testbed, 1, &dns_service_config(policy), args.workers)?),
+        policy => Some(RunningDispatcher::start(testbed, 1, &build_dns_service_config(policy), args.workers)?),
     };
     let options = [
         ("--transport", "dns".to_owned()),
         ("--mix", format!("WORK0={},WORK1={}", 1.0 - args.signed, args.signed)),
-        ("--query", format!("{PLAIN_QUERY},{SIGNED_QUERY}")),
+        ("--query", format!("{PLAIN_DNS_QUERY},{SIGNED_DNS_QUERY}")),
     ];
     let report = measure_while_machine_idle(testbed, DNS_SERVICE_ADDRESS, args.rate, args.seconds, seed, &options)?;
     ensure!(
@@ -157,9 +165,9 @@ fn measure_policy(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, see
     Ok(report)
 }
 
-impl PolicyMeasurement {
-    fn new(policy: &str, reports: &[Report]) -> anyhow::Result<Self> {
-        let summarize_runs = |value: &dyn Fn(&Report) -> Option<f64>| {
+impl KnotPolicyMeasurement {
+    fn new(policy: &str, reports: &[LoadRunReport]) -> anyhow::Result<Self> {
+        let summarize_runs = |value: &dyn Fn(&LoadRunReport) -> Option<f64>| {
             let values: Vec<f64> = reports.iter().filter_map(value).collect();
             ensure!(values.len() == reports.len(), "{policy}: queries of one kind were not answered");
             SeedSummary::from_values(&values).ok_or_else(|| anyhow::anyhow!("no run"))
@@ -175,13 +183,13 @@ impl PolicyMeasurement {
     }
 }
 
-impl Printable for PolicyComparison {
-    fn columns(&self) -> Vec<&'static str> {
+impl PrintableResult for KnotPolicyComparison {
+    fn column_titles(&self) -> Vec<&'static str> {
         vec!["policy", "answered/s", "plain p50 us", "plain p99 us", "signed p99 us", "lost"]
     }
 
-    fn rows(&self) -> Vec<Vec<String>> {
-        let policy_row = |measurement: &PolicyMeasurement| {
+    fn table_rows(&self) -> Vec<Vec<String>> {
+        let build_policy_row = |measurement: &KnotPolicyMeasurement| {
             let summaries = [
                 &measurement.answered_rps,
                 &measurement.plain_p50_us,
@@ -192,10 +200,10 @@ impl Printable for PolicyComparison {
                 summaries.map(|summary| format!("{:.0} ({:.0}-{:.0})", summary.median, summary.low, summary.high));
             std::iter::once(measurement.policy.clone()).chain(summaries).chain([measurement.lost.to_string()]).collect()
         };
-        self.policies.iter().map(policy_row).collect()
+        self.policies.iter().map(build_policy_row).collect()
     }
 
-    fn remarks(&self) -> Vec<String> {
+    fn table_remarks(&self) -> Vec<String> {
         let Self { workers, queries_per_second: rate, signed_share: signed, .. } = self;
         vec![format!(
             "knotd with {workers} UDP workers, {rate} queries a second, {:.0} % of them signed when they are asked \

@@ -20,7 +20,7 @@ pub struct CoreClock {
     /// Time that the core needs to switch to another service (ns).
     switch_ns: u64,
     /// Number of the service that ran in the last slice.
-    last_service: Cell<u8>,
+    last_service_number: Cell<u8>,
     /// Computed end of the last slice (ns), which precedes the actual wake-up.
     computed_end_ns: Cell<u64>,
     /// Time at which the worker woke up after the last slice (ns).
@@ -33,7 +33,7 @@ impl CoreClock {
     pub fn new(slice: Duration, sleep: Duration, switch: Duration) -> Self {
         let [max_slice_ns, idle_sleep_ns, switch_ns] = [slice, sleep, switch].map(|time| time.as_nanos() as u64);
         let (computed_end_ns, wake_up_ns) = (Cell::new(0), Cell::new(0));
-        Self { max_slice_ns, idle_sleep_ns, switch_ns, last_service: Cell::new(0), computed_end_ns, wake_up_ns }
+        Self { max_slice_ns, idle_sleep_ns, switch_ns, last_service_number: Cell::new(0), computed_end_ns, wake_up_ns }
     }
 
     /// Sleeps for the service time of a request. Meanwhile, `yield_point` may serve other requests.
@@ -63,7 +63,7 @@ impl CoreClock {
 
     /// Starts a slice of a service, and returns the time when the slice begins on the emulated core (ns).
     fn begin_slice(&self, service: u8) -> u64 {
-        let switch_ns = if self.last_service.replace(service) == service { 0 } else { self.switch_ns };
+        let switch_ns = if self.last_service_number.replace(service) == service { 0 } else { self.switch_ns };
         self.computed_end_ns.get() + switch_ns
     }
 
@@ -77,7 +77,7 @@ impl CoreClock {
 mod tests {
     use super::*;
 
-    const MS: u64 = 1_000_000;
+    const NS_PER_MS: u64 = 1_000_000;
 
     fn test_core_clock() -> CoreClock {
         CoreClock::new(Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(2))
@@ -86,28 +86,28 @@ mod tests {
     #[test]
     fn late_wake_up_does_not_reduce_the_capacity() {
         let core_clock = test_core_clock();
-        core_clock.begin_request(100 * MS);
-        core_clock.end_slice(101 * MS, 104 * MS);
-        core_clock.begin_request(105 * MS);
-        assert_eq!(core_clock.computed_end_ns.get(), 101 * MS);
+        core_clock.begin_request(100 * NS_PER_MS);
+        core_clock.end_slice(101 * NS_PER_MS, 104 * NS_PER_MS);
+        core_clock.begin_request(105 * NS_PER_MS);
+        assert_eq!(core_clock.computed_end_ns.get(), 101 * NS_PER_MS);
     }
 
     #[test]
     fn idle_core_starts_a_request_when_it_wakes_up() {
         let core_clock = test_core_clock();
-        core_clock.begin_request(100 * MS);
-        core_clock.end_slice(101 * MS, 102 * MS);
-        core_clock.begin_request(112 * MS);
-        assert_eq!(core_clock.computed_end_ns.get(), 112 * MS);
+        core_clock.begin_request(100 * NS_PER_MS);
+        core_clock.end_slice(101 * NS_PER_MS, 102 * NS_PER_MS);
+        core_clock.begin_request(112 * NS_PER_MS);
+        assert_eq!(core_clock.computed_end_ns.get(), 112 * NS_PER_MS);
     }
 
     #[test]
     fn core_stopped_for_long_does_not_catch_up() {
         let core_clock = test_core_clock();
-        core_clock.begin_request(100 * MS);
-        core_clock.end_slice(101 * MS, 1000 * MS);
-        core_clock.begin_request(1001 * MS);
-        assert_eq!(core_clock.computed_end_ns.get(), 1001 * MS - MAX_CATCH_UP_NS);
+        core_clock.begin_request(100 * NS_PER_MS);
+        core_clock.end_slice(101 * NS_PER_MS, 1000 * NS_PER_MS);
+        core_clock.begin_request(1001 * NS_PER_MS);
+        assert_eq!(core_clock.computed_end_ns.get(), 1001 * NS_PER_MS - MAX_CATCH_UP_NS);
     }
 
     #[test]
@@ -119,16 +119,16 @@ mod tests {
             clock.serve_request(0, Duration::from_millis(2), || ());
         });
         assert_eq!(yield_count, 2);
-        assert!(now_ns() - start_ns >= 7 * MS, "3 ms and twice 2 ms");
+        assert!(now_ns() - start_ns >= 7 * NS_PER_MS, "3 ms and twice 2 ms");
     }
 
     #[test]
     fn switch_to_another_service_takes_time() {
         let core_clock = test_core_clock();
-        core_clock.begin_request(100 * MS);
+        core_clock.begin_request(100 * NS_PER_MS);
         assert_eq!(
             [0, 0, 1, 1, 0].map(|service| core_clock.begin_slice(service)),
-            [100, 100, 102, 100, 102].map(|ms| ms * MS)
+            [100, 100, 102, 100, 102].map(|ms| ms * NS_PER_MS)
         );
     }
 }

@@ -1,11 +1,11 @@
 //! `coreward-lab figure cheetah-9-live` runs every method for the figure's panels.
 
 use anyhow::{Context as _, anyhow};
-use coreward_sim::figure::axes::Metric;
-use coreward_sim::figure::live::{ProgressCallback, Sample};
-use coreward_sim::figure::scenario::{Panel, Scenario};
+use coreward_sim::figure::axes::FigureMetric;
+use coreward_sim::figure::live::{LiveFigureSample, ProgressCallback};
+use coreward_sim::figure::scenario::{FigurePanel, FigureScenario};
 
-use super::method::Method;
+use super::method::PccMethod;
 use super::run::PccRun;
 use super::timeline;
 use crate::interrupt;
@@ -18,11 +18,14 @@ pub fn interrupt_measurement() {
 
 /// Measures every series of `scenario` with every seed. The label of a series must be the name of a method. Fails when
 /// there is no such method, when a panel's metric is not supported, or when a run fails.
-pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
-    let methods: Vec<Method> = scenario
+pub fn measure_pcc_figure(
+    scenario: &FigureScenario,
+    progress: ProgressCallback<'_>,
+) -> anyhow::Result<Vec<LiveFigureSample>> {
+    let methods: Vec<PccMethod> = scenario
         .series
         .iter()
-        .map(|series| Method::parse(series.label.get_ref()).map_err(|error| anyhow!(error)))
+        .map(|series| PccMethod::parse(series.label.get_ref()).map_err(|error| anyhow!(error)))
         .collect::<anyhow::Result<_>>()?;
     let seed_count = *scenario.seeds.get_ref();
     let stream_workload = StreamWorkload::default();
@@ -38,13 +41,13 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     for seed in 1..=seed_count {
         for method in &methods {
             let pcc_run =
-                PccRun::measure(*method, &StreamWorkload { seed, ..stream_workload.clone() }, &report_progress)?;
+                PccRun::measure_run(*method, &StreamWorkload { seed, ..stream_workload.clone() }, &report_progress)?;
             eprintln!("{}", pcc_run.summary_line());
             for panel in &scenario.panel {
                 let is_in_panel = scenario.panel_series(panel).any(|series| series.label.get_ref() == method.name);
                 if is_in_panel {
-                    let points = panel_points(panel, &pcc_run)?;
-                    samples.extend(points.into_iter().map(|(x, y)| make_sample(panel, &pcc_run, x, y)));
+                    let points = compute_panel_points(panel, &pcc_run)?;
+                    samples.extend(points.into_iter().map(|(x, y)| build_sample(panel, &pcc_run, x, y)));
                 }
             }
         }
@@ -52,8 +55,8 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     Ok(samples)
 }
 
-fn make_sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
-    Sample {
+fn build_sample(panel: &FigurePanel, run: &PccRun, x: f64, y: f64) -> LiveFigureSample {
+    LiveFigureSample {
         panel_title: panel.title.get_ref().clone(),
         series_label: run.method.to_owned(),
         x,
@@ -63,16 +66,18 @@ fn make_sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
 }
 
 /// Returns the points (x, y) of a run that a panel shows. The x value of a second is the end of that second.
-fn panel_points(panel: &Panel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
+fn compute_panel_points(panel: &FigurePanel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends_of_seconds = (1..).map(f64::from);
     let seconds = run.seconds.iter();
     match (*panel.measure.get_ref(), &panel.x) {
-        (Metric::BrokenPct, Some(_)) => Ok(ends_of_seconds.zip(seconds.map(|second| second.broken_pct())).collect()),
-        (Metric::BrokenPct, None) => Ok(vec![(0.0, run.sum_of_seconds().broken_pct())]),
-        (Metric::CompletedPerSecond, Some(_)) => {
+        (FigureMetric::BrokenPct, Some(_)) => {
+            Ok(ends_of_seconds.zip(seconds.map(|second| second.broken_pct())).collect())
+        }
+        (FigureMetric::BrokenPct, None) => Ok(vec![(0.0, run.sum_of_seconds().broken_pct())]),
+        (FigureMetric::CompletedPerSecond, Some(_)) => {
             Ok(ends_of_seconds.zip(seconds.map(|second| second.completed as f64)).collect())
         }
-        (Metric::PoolServers, Some(_)) => Ok(ends_of_seconds
+        (FigureMetric::PoolServers, Some(_)) => Ok(ends_of_seconds
             .zip((0..).zip(seconds).map(|(second, _)| f64::from(timeline::server_count_after(second))))
             .collect()),
         (other, _) => Err(anyhow!("{other:?} is not measured")).context(panel.title.get_ref().clone()),

@@ -1,35 +1,35 @@
 //! Methods that are compared, each of which has a consistency mode and a policy that places new connections.
 
-use coreward_model::consistency::Consistency;
+use coreward_model::consistency::ConsistencyMode;
 
 /// Method that assigns packets to servers. It combines a mode of connection consistency with a load-balancing policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Method {
+pub struct PccMethod {
     /// Name of the method on the command line, and label of its series in the figure.
     pub name: &'static str,
     /// Value of `consistency` in the controller's file.
-    pub consistency: Consistency,
+    pub consistency: ConsistencyMode,
     /// Value of `policy` in the controller's file.
     pub policy: &'static str,
 }
 
 /// Methods to compare. The Cheetah paper (NSDI'20) uses AWRR with Cheetah. A connection table is only as good as its
 /// fallback, and the best fallback in other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
-pub const COMPARED_METHODS: [Method; 6] = [
-    Method { name: "stateless", consistency: Consistency::Stateless, policy: "awrr" },
-    Method { name: "stateful", consistency: Consistency::Stateful, policy: "awrr" },
-    Method { name: "hash", consistency: Consistency::None, policy: "hash" },
-    Method { name: "consistent-hash", consistency: Consistency::None, policy: "consistent-hash" },
-    Method { name: "beamer", consistency: Consistency::Beamer, policy: "hash" },
-    Method { name: "hash-table", consistency: Consistency::HashTable, policy: "consistent-hash" },
+pub const COMPARED_METHODS: [PccMethod; 6] = [
+    PccMethod { name: "stateless", consistency: ConsistencyMode::Stateless, policy: "awrr" },
+    PccMethod { name: "stateful", consistency: ConsistencyMode::Stateful, policy: "awrr" },
+    PccMethod { name: "hash", consistency: ConsistencyMode::None, policy: "hash" },
+    PccMethod { name: "consistent-hash", consistency: ConsistencyMode::None, policy: "consistent-hash" },
+    PccMethod { name: "beamer", consistency: ConsistencyMode::Beamer, policy: "hash" },
+    PccMethod { name: "hash-table", consistency: ConsistencyMode::HashTable, policy: "consistent-hash" },
 ];
 
-impl Method {
+impl PccMethod {
     /// Returns the method with this name. Fails with the list of known names when it does not exist.
     pub fn parse(name: &str) -> Result<Self, String> {
-        let method_names = || COMPARED_METHODS.map(|method| method.name).join(", ");
+        let join_method_names = || COMPARED_METHODS.map(|method| method.name).join(", ");
         let found_method = COMPARED_METHODS.into_iter().find(|method| method.name == name);
-        found_method.ok_or_else(|| format!("no method {name:?}: expected one of {}", method_names()))
+        found_method.ok_or_else(|| format!("no method {name:?}: expected one of {}", join_method_names()))
     }
 }
 
@@ -40,9 +40,9 @@ mod tests {
     #[test]
     fn method_names_are_parsed_and_others_are_rejected() {
         for method in COMPARED_METHODS {
-            assert_eq!(Method::parse(method.name), Ok(method));
+            assert_eq!(PccMethod::parse(method.name), Ok(method));
         }
-        let error = Method::parse("maglev").unwrap_err();
+        let error = PccMethod::parse("maglev").unwrap_err();
         assert!(error.contains("\"maglev\"") && error.contains("consistent-hash"), "{error}");
     }
 }

@@ -16,15 +16,15 @@ pub mod timeline;
 
 use crate::interrupt;
 use crate::stream::client::StreamWorkload;
-use method::Method;
+use method::PccMethod;
 use run::PccRun;
 
 /// Options of `coreward-lab testbed pcc`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct PccArgs {
     /// Method by which packets find their server
-    #[arg(long, value_parser = Method::parse, default_value = "stateless")]
-    method: Method,
+    #[arg(long, value_parser = PccMethod::parse, default_value = "stateless")]
+    method: PccMethod,
     #[command(flatten)]
     streams: StreamWorkload,
 }
@@ -33,7 +33,7 @@ pub struct PccArgs {
 /// start, or when interrupted. Removes the testbed in any case.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
-    let pcc_run = PccRun::measure(args.method, &args.streams, &|| ())?;
+    let pcc_run = PccRun::measure_run(args.method, &args.streams, &|| ())?;
     println!("{}", serde_json::to_string_pretty(&pcc_run)?);
     Ok(())
 }

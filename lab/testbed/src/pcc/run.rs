@@ -6,16 +6,16 @@ use std::time::Duration;
 use anyhow::Context as _;
 use serde::Serialize;
 
-use super::method::Method;
+use super::method::PccMethod;
 use super::timeline::{self, FleetChange};
-use crate::connection_errors::BrokenConnections;
+use crate::connection_errors::BrokenConnectionCounts;
 use crate::demo::host_cpu::CpuMeter;
-use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource};
-use crate::load::Latency;
+use crate::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState};
+use crate::load::DelayStatisticsUs;
 use crate::process::DEFAULT_TIMEOUT;
-use crate::stream::client::{StreamSecond, StreamWorkload};
+use crate::stream::client::{StreamSecondCounts, StreamWorkload};
 use crate::stream::server::StreamServerProcess;
-use crate::topology::{Testbed, TestbedOptions, missing_privilege};
+use crate::topology::{Testbed, TestbedOptions, find_missing_privilege};
 use crate::{instance, interrupt};
 use coreward_load::event_loop::now_ns;
 
@@ -28,7 +28,7 @@ const CLIENT_ADDRESS_COUNT: u16 = 4;
 /// (RFC 5880).
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 /// Time from the start of the client to the start of its warm-up.
-const START_DELAY: Duration = Duration::from_millis(500);
+const CLIENT_START_DELAY: Duration = Duration::from_millis(500);
 /// Maximum lateness of connections (us), above which the machine is too busy for a measurement.
 const MAX_LATENESS_US: u64 = 100_000;
 
@@ -37,13 +37,13 @@ pub struct PccRun {
     pub method: &'static str,
     pub seed: u64,
     /// Results of each second, counted from the start of the changes.
-    pub seconds: Vec<StreamSecond>,
+    pub seconds: Vec<StreamSecondCounts>,
     /// Numbers of connections completed and broken during the warm-up, before any change.
-    pub warm_up: StreamSecond,
+    pub warm_up: StreamSecondCounts,
     /// Number of unbroken connections that were still open at the end.
     pub open_at_end: u64,
     /// Lateness of the client, from the due time of a connection to its opening.
-    pub lateness_us: Latency,
+    pub lateness_us: DelayStatisticsUs,
     /// Share of CPU time in which the machine was busy during the run (%).
     pub machine_busy_pct: f64,
     /// Counters above 0 of the load balancers that existed at the end, summed by name.
@@ -53,7 +53,7 @@ pub struct PccRun {
 }
 
 /// Warns if the client opened its connections too late for a measurement.
-fn warn_if_late(method: Method, lateness_us: Latency) {
+fn warn_if_late(method: PccMethod, lateness_us: DelayStatisticsUs) {
     if lateness_us.p99 > MAX_LATENESS_US {
         tracing::warn!(
             event = "machine-busy",
@@ -67,18 +67,18 @@ fn warn_if_late(method: Method, lateness_us: Latency) {
 impl PccRun {
     /// Measures one run of a method, and calls `tick` once a second. Fails without root, when a process does not start
     /// or ends early, when the machine is too busy, or when interrupted.
-    pub fn measure(method: Method, streams: &StreamWorkload, tick: &dyn Fn()) -> anyhow::Result<Self> {
-        if let Some(privilege_error) = missing_privilege() {
+    pub fn measure_run(method: PccMethod, streams: &StreamWorkload, tick: &dyn Fn()) -> anyhow::Result<Self> {
+        if let Some(privilege_error) = find_missing_privilege() {
             anyhow::bail!(privilege_error);
         }
-        let mut env = TestEnv::start(method, streams.seed)?;
+        let mut env = PccTestEnv::start(method, streams.seed)?;
         let mut cpu_meter = CpuMeter::new()?;
-        let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
+        let start_ns = now_ns() + CLIENT_START_DELAY.as_nanos() as u64;
         let stream_client = env.testbed.start_stream_client(streams, Some(start_ns))?;
-        cpu_meter.start()?;
+        cpu_meter.start_period()?;
         env.apply_timeline(streams, start_ns, tick)?;
         let report = stream_client.wait_and_report(*DEFAULT_TIMEOUT)?;
-        cpu_meter.stop()?;
+        cpu_meter.end_period()?;
         let lateness_us = report.lateness_us;
         warn_if_late(method, lateness_us);
         let status = env.fleet.query_status(&env.testbed)?;
@@ -89,7 +89,7 @@ impl PccRun {
             method: method.name,
             seed: streams.seed,
             seconds: seconds.to_vec(),
-            warm_up: StreamSecond::sum(warm_up_results),
+            warm_up: StreamSecondCounts::sum_seconds(warm_up_results),
             open_at_end: report.open_at_end,
             lateness_us,
             machine_busy_pct: cpu_meter.busy_pct(),
@@ -98,18 +98,18 @@ impl PccRun {
         })
     }
 
-    pub fn sum_of_seconds(&self) -> StreamSecond {
-        StreamSecond::sum(&self.seconds)
+    pub fn sum_of_seconds(&self) -> StreamSecondCounts {
+        StreamSecondCounts::sum_seconds(&self.seconds)
     }
 
     /// Returns the highest percentage of connections that broke in one second.
     pub fn highest_broken_pct(&self) -> f64 {
-        self.seconds.iter().map(StreamSecond::broken_pct).fold(0.0, f64::max)
+        self.seconds.iter().map(StreamSecondCounts::broken_pct).fold(0.0, f64::max)
     }
 
     pub fn summary_line(&self) -> String {
         let sums = self.sum_of_seconds();
-        let BrokenConnections { refused, reset, timed_out, closed_early, wrong_answer, other_errors: other } =
+        let BrokenConnectionCounts { refused, reset, timed_out, closed_early, wrong_answer, other_errors: other } =
             sums.broken;
         format!(
             "{} (seed {}): {} completed, {} broken ({:.3} %, at most {:.2} % in a second): {reset} reset, {refused} \
@@ -129,7 +129,7 @@ impl PccRun {
 
 /// Testbed with all processes of a run. The fields are dropped in this order, so that processes end before the testbed
 /// is removed.
-struct TestEnv {
+struct PccTestEnv {
     fleet: Fleet,
     _stream_servers: StreamServerProcess,
     seed: u64,
@@ -139,25 +139,25 @@ struct TestEnv {
     testbed: Testbed,
 }
 
-impl TestEnv {
-    fn start(method: Method, seed: u64) -> anyhow::Result<Self> {
+impl PccTestEnv {
+    fn start(method: PccMethod, seed: u64) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
-            instance: instance::unique_name("pcc")?,
+            instance_name: instance::unique_testbed_name("pcc")?,
             server_count: timeline::INITIAL_SERVER_COUNT + timeline::count_changes(FleetChange::AddServer),
             core_count: 1,
             has_receive_rings: true,
             load_balancer_count: timeline::INITIAL_LOAD_BALANCER_COUNT,
             client_address_count: CLIENT_ADDRESS_COUNT,
-            seed,
+            rss_key_seed: seed,
             ..TestbedOptions::default()
         })?;
         let stream_servers = testbed.start_stream_servers()?;
         let options = FleetOptions {
-            policy: method.policy.to_owned(),
+            policy_name: method.policy.to_owned(),
             consistency: method.consistency,
             report_interval_ms: REPORT_INTERVAL_MS,
             makes_tables_by_interval: true,
-            load_source: LoadSource::PacedServer,
+            load_source: CoreLoadSource::PacedServer,
             steers_connections: false,
             ..FleetOptions::default()
         };
@@ -165,7 +165,7 @@ impl TestEnv {
         let mut pool = fleet.server_pool().clone();
         let next_server_number = timeline::INITIAL_SERVER_COUNT + 1;
         pool.retain(|number, _| *number < next_server_number);
-        fleet.set_pool(&testbed, pool)?;
+        fleet.set_server_pool(&testbed, pool)?;
         fleet.wait_until_ready(&testbed)?;
         Ok(Self { fleet, _stream_servers: stream_servers, seed, next_server_number, departed_server_count: 0, testbed })
     }
@@ -179,7 +179,7 @@ impl TestEnv {
             while let Some((_, due_changes)) = pending_changes
                 .next_if(|(change_half_second, _)| change_half_second + 2 * warm_up_seconds == half_second)
             {
-                self.apply_changes(due_changes)?;
+                self.apply_fleet_changes(due_changes)?;
             }
             if half_second % 2 == 0 {
                 tick();
@@ -189,16 +189,18 @@ impl TestEnv {
     }
 
     /// Applies `changes`, which are due at the same time, with a single new version of the controller's file.
-    fn apply_changes(&mut self, changes: &[FleetChange]) -> anyhow::Result<()> {
+    fn apply_fleet_changes(&mut self, changes: &[FleetChange]) -> anyhow::Result<()> {
         let mut pool = self.fleet.server_pool().clone();
         for change in changes {
             match change {
                 FleetChange::AddServer => {
-                    pool.insert(self.next_server_number, AdminState::Active);
+                    pool.insert(self.next_server_number, ServerAdminState::Active);
                     self.next_server_number += 1;
                 }
-                FleetChange::DrainServer => drop(pool.insert(self.next_leaving_server(&pool), AdminState::Draining)),
-                FleetChange::RemoveServer => drop(pool.remove(&self.next_leaving_server(&pool))),
+                FleetChange::DrainServer => {
+                    pool.insert(self.select_leaving_server(&pool), ServerAdminState::Draining);
+                }
+                FleetChange::RemoveServer => drop(pool.remove(&self.select_leaving_server(&pool))),
                 FleetChange::AddLoadBalancer => drop(self.fleet.add_load_balancer(&mut self.testbed)?),
                 FleetChange::KillLoadBalancer => {
                     let first_load_balancer =
@@ -207,11 +209,11 @@ impl TestEnv {
                 }
             }
         }
-        if pool == *self.fleet.server_pool() { Ok(()) } else { self.fleet.set_pool(&self.testbed, pool) }
+        if pool == *self.fleet.server_pool() { Ok(()) } else { self.fleet.set_server_pool(&self.testbed, pool) }
     }
 
-    fn next_leaving_server(&mut self, pool: &BTreeMap<u16, AdminState>) -> u16 {
-        let active_servers = pool.iter().filter(|(_, admin_state)| **admin_state == AdminState::Active);
+    fn select_leaving_server(&mut self, pool: &BTreeMap<u16, ServerAdminState>) -> u16 {
+        let active_servers = pool.iter().filter(|(_, admin_state)| **admin_state == ServerAdminState::Active);
         let active_servers: Vec<u16> = active_servers.map(|(number, _)| *number).collect();
         self.departed_server_count += 1;
         timeline::choose_leaving_server(&active_servers, self.seed, self.departed_server_count)

@@ -17,19 +17,19 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::pcc::{ArrivalProcess, ConnectionMix, ConnectionSource, RateWave};
+use coreward_sim::pcc::{ArrivalProcess, ConnectionMix, ConnectionSource, RequestRateWave};
 use hdrhistogram::Histogram;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use super::{REQUEST_BYTES, StreamRequest, content_byte, raise_open_file_limit};
-use crate::connection_errors::{BrokenConnections, ConnectionFailure, DATA_TIMEOUT_NS};
-use crate::fleet::lab_binary;
+use super::{STREAM_REQUEST_BYTES, StreamRequest, raise_open_file_limit, stream_content_byte};
+use crate::connection_errors::{BrokenConnectionCounts, ConnectionFailure, DATA_TIMEOUT_NS};
+use crate::fleet::lab_binary_path;
 use crate::interrupt;
-use crate::load::{Latency, new_delay_histogram, nth_address};
-use crate::process::Process;
+use crate::load::{DelayStatisticsUs, new_delay_histogram, nth_address};
+use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
 
@@ -104,14 +104,14 @@ impl Default for StreamWorkload {
 
 impl StreamWorkload {
     /// Returns a workload with a constant rate of requests per second, without warm-up.
-    pub fn steady(requests_per_second: f64, seconds: u32) -> Self {
+    pub fn with_steady_rate(requests_per_second: f64, seconds: u32) -> Self {
         Self { low: requests_per_second, high: requests_per_second, warm_up_seconds: 0, seconds, ..Self::default() }
     }
 
     /// Returns a workload with a constant rate of requests per second, which lasts until
-    /// [`StreamClient::terminate_and_report`].
+    /// [`StreamClientProcess::terminate_and_report`].
     pub fn endless(requests_per_second: f64) -> Self {
-        Self::steady(requests_per_second, ENDLESS_RUN_SECONDS)
+        Self::with_steady_rate(requests_per_second, ENDLESS_RUN_SECONDS)
     }
 }
 
@@ -119,30 +119,30 @@ impl StreamWorkload {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StreamReport {
     /// Results of each second, counted from the start of the warm-up.
-    pub seconds: Vec<StreamSecond>,
+    pub seconds: Vec<StreamSecondCounts>,
     /// Number of unbroken connections that were still open at the end.
     pub open_at_end: u64,
     /// Lateness of the client, from the due time of a connection to its opening.
-    pub lateness_us: Latency,
+    pub lateness_us: DelayStatisticsUs,
 }
 
 impl StreamReport {
-    pub fn sum_of_seconds(&self) -> StreamSecond {
-        StreamSecond::sum(&self.seconds)
+    pub fn sum_of_seconds(&self) -> StreamSecondCounts {
+        StreamSecondCounts::sum_seconds(&self.seconds)
     }
 }
 
 /// Numbers of connections opened, completed and broken in one second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct StreamSecond {
+pub struct StreamSecondCounts {
     pub opened: u64,
     /// Number of connections that received their whole response.
     pub completed: u64,
-    pub broken: BrokenConnections,
+    pub broken: BrokenConnectionCounts,
 }
 
-impl StreamSecond {
-    pub fn sum(seconds: &[Self]) -> Self {
+impl StreamSecondCounts {
+    pub fn sum_seconds(seconds: &[Self]) -> Self {
         let mut sums = Self::default();
         for second in seconds {
             sums.opened += second.opened;
@@ -160,7 +160,7 @@ impl StreamSecond {
 
 /// Runs the client and prints the report as one line of JSON. SIGTERM and SIGINT end the client early. Fails when the
 /// client lacks an address, or when its addresses have too few ports for the run.
-pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
+pub fn run_stream_client(args: &StreamClientArgs) -> anyhow::Result<()> {
     raise_open_file_limit()?;
     interrupt::catch_signals()?;
     let mut event_loop = ClientEventLoop::new(args)?;
@@ -186,7 +186,7 @@ struct StreamConnection {
 impl StreamConnection {
     /// Returns the time at which the next byte of the response is due (ns).
     fn next_byte_due_ns(&self) -> u64 {
-        let next_packet_index = self.received_bytes / super::PACKET_BYTES as u64;
+        let next_packet_index = self.received_bytes / super::STREAM_PACKET_BYTES as u64;
         self.opened_at_ns + self.request.packet_due_ns(next_packet_index as u32)
     }
 }
@@ -208,8 +208,8 @@ impl<'a> ClientEventLoop<'a> {
     fn new(args: &'a StreamClientArgs) -> anyhow::Result<Self> {
         let stream_workload = &args.streams;
         let (mix, warm_up_ns) =
-            (ConnectionMix::web_server(), u64::from(stream_workload.warm_up_seconds) * NS_PER_SECOND);
-        let requests_per_second = RateWave {
+            (ConnectionMix::for_web_server(), u64::from(stream_workload.warm_up_seconds) * NS_PER_SECOND);
+        let requests_per_second = RequestRateWave {
             base_per_s: stream_workload.low,
             peak_per_s: stream_workload.high,
             duration_s: stream_workload.wave_seconds.into(),
@@ -229,7 +229,7 @@ impl<'a> ClientEventLoop<'a> {
             next_timeout_check_ns: start_ns,
             lateness_histogram: new_delay_histogram()?,
             stream_report: StreamReport {
-                seconds: vec![StreamSecond::default(); total_seconds as usize],
+                seconds: vec![StreamSecondCounts::default(); total_seconds as usize],
                 ..Default::default()
             },
         })
@@ -245,7 +245,7 @@ impl<'a> ClientEventLoop<'a> {
         self.stream_report.seconds.truncate(current_second as usize + 1);
     }
 
-    fn stream_second_at(&mut self, now_ns: u64) -> &mut StreamSecond {
+    fn stream_second_at(&mut self, now_ns: u64) -> &mut StreamSecondCounts {
         let last_index = self.stream_report.seconds.len() - 1;
         let second_index = (now_ns.saturating_sub(self.start_ns) / NS_PER_SECOND) as usize;
         &mut self.stream_report.seconds[second_index.min(last_index)]
@@ -281,7 +281,7 @@ impl<'a> ClientEventLoop<'a> {
 
     /// Returns the time at which the next connection is due (ns), or `None` after the end of the run.
     fn next_connection_due_ns(&self) -> Option<u64> {
-        Some(self.start_ns + self.connection_source.next_start()).filter(|due_ns| *due_ns < self.run_end_ns())
+        Some(self.start_ns + self.connection_source.next_start_time()).filter(|due_ns| *due_ns < self.run_end_ns())
     }
 
     /// Returns the source address and port of a connection, which no other connection has.
@@ -343,7 +343,7 @@ impl<'a> ClientEventLoop<'a> {
         }
         if !connection.is_connected && event.has_flags(libc::EPOLLOUT) {
             connection.is_connected = true;
-            if connection.stream.write(connection.request.as_bytes())? != REQUEST_BYTES {
+            if connection.stream.write(connection.request.as_bytes())? != STREAM_REQUEST_BYTES {
                 return Err(io::Error::from(io::ErrorKind::WriteZero).into());
             }
         }
@@ -353,7 +353,7 @@ impl<'a> ClientEventLoop<'a> {
     /// Reads all available bytes, and the end of the stream if it has arrived. Fails on a wrong byte.
     fn receive_response(&mut self, connection_id: u64) -> Result<(), ConnectionFailure> {
         let Some(connection) = self.connections.get_mut(&connection_id) else { return Ok(()) };
-        let (seed, expected_bytes) = (connection.request.content_seed.get(), connection.request.response_length());
+        let (seed, expected_bytes) = (connection.request.content_seed.get(), connection.request.response_byte_count());
         let mut buffer = [0; 2048];
         loop {
             let length = match connection.stream.read(&mut buffer) {
@@ -364,7 +364,7 @@ impl<'a> ClientEventLoop<'a> {
                 Err(error) => return Err(error.into()),
             };
             let is_right_byte =
-                |(offset, byte): (u64, &u8)| *byte == content_byte(seed, connection.received_bytes + offset);
+                |(offset, byte): (u64, &u8)| *byte == stream_content_byte(seed, connection.received_bytes + offset);
             if connection.received_bytes + length as u64 > expected_bytes
                 || !(0..).zip(&buffer[..length]).all(is_right_byte)
             {
@@ -401,7 +401,7 @@ impl<'a> ClientEventLoop<'a> {
     fn into_report(self) -> StreamReport {
         StreamReport {
             open_at_end: self.connections.len() as u64,
-            lateness_us: Latency::from(&self.lateness_histogram),
+            lateness_us: DelayStatisticsUs::from(&self.lateness_histogram),
             ..self.stream_report
         }
     }
@@ -409,15 +409,19 @@ impl<'a> ClientEventLoop<'a> {
 
 /// Running stream client in a testbed, which is killed when dropped.
 #[derive(Debug)]
-pub struct StreamClient {
-    client_process: Process,
+pub struct StreamClientProcess {
+    client_process: TestbedProcess,
     report_path: PathBuf,
 }
 
 impl Testbed {
     /// Starts a client that uses all addresses of the client host. Its warm-up starts at `start_ns`. Fails when it
     /// cannot be started.
-    pub fn start_stream_client(&self, streams: &StreamWorkload, start_ns: Option<u64>) -> anyhow::Result<StreamClient> {
+    pub fn start_stream_client(
+        &self,
+        streams: &StreamWorkload,
+        start_ns: Option<u64>,
+    ) -> anyhow::Result<StreamClientProcess> {
         self.start_stream_client_at_address(
             self.service_address(),
             0..self.options().client_address_count,
@@ -434,8 +438,8 @@ impl Testbed {
         addresses: Range<u16>,
         streams: &StreamWorkload,
         start_ns: Option<u64>,
-    ) -> anyhow::Result<StreamClient> {
-        let mut command = Command::new(lab_binary()?);
+    ) -> anyhow::Result<StreamClientProcess> {
+        let mut command = Command::new(lab_binary_path()?);
         command.args(["testbed", "stream-client", "--vip", &service.into().to_string()]);
         command.args(["--first-address", &self.client_address(addresses.start).to_string()]);
         command.args(["--addresses", &addresses.len().to_string()]);
@@ -449,11 +453,11 @@ impl Testbed {
         }
         let report_path = self.directory().join("streams.json");
         command.stdout(File::create(&report_path)?);
-        Ok(StreamClient { client_process: self.spawn(self.client(), command)?, report_path })
+        Ok(StreamClientProcess { client_process: self.spawn(self.client(), command)?, report_path })
     }
 }
 
-impl StreamClient {
+impl StreamClientProcess {
     /// Sends SIGTERM, which ends the client within a second, and waits for its report. Fails when the client has ended
     /// before, has failed, or still runs after `limit`.
     pub fn terminate_and_report(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
@@ -465,7 +469,7 @@ impl StreamClient {
 
     /// Waits for the end of the client and returns its report. Fails when it failed or still runs after `limit`.
     pub fn wait_and_report(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
-        let exit_status = self.client_process.wait(limit)?;
+        let exit_status = self.client_process.wait_for_exit(limit)?;
         ensure!(exit_status.success(), "the stream client failed: {exit_status}");
         Ok(serde_json::from_slice(&fs::read(&self.report_path)?)?)
     }
@@ -480,7 +484,7 @@ mod tests {
 
     #[test]
     fn terminated_client_completes_its_current_second() {
-        let stream_workload = StreamWorkload::steady(1.0, 10);
+        let stream_workload = StreamWorkload::with_steady_rate(1.0, 10);
         let (vip, first_address) = (SERVICE_ADDRESS.into(), Ipv4Addr::LOCALHOST.into());
         let start_at = Some(NS_PER_SECOND);
         let args = StreamClientArgs { vip, first_address, addresses: 1, start_at, streams: stream_workload };

@@ -15,9 +15,9 @@ use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Number of bytes in each packet of a response.
-pub const PACKET_BYTES: usize = 125;
+pub const STREAM_PACKET_BYTES: usize = 125;
 
-/// Request of a stream client. The response consists of the bytes that [`content_byte`] returns.
+/// Request of a stream client. The response consists of the bytes that [`stream_content_byte`] returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct StreamRequest {
@@ -29,7 +29,7 @@ pub struct StreamRequest {
     pub duration_us: U32,
 }
 
-pub const REQUEST_BYTES: usize = size_of::<StreamRequest>();
+pub const STREAM_REQUEST_BYTES: usize = size_of::<StreamRequest>();
 
 impl StreamRequest {
     /// Returns the time from the request until packet `packet_index` is due (ns). Packets are counted from 0.
@@ -41,13 +41,13 @@ impl StreamRequest {
     }
 
     /// Returns the length of the whole response (bytes).
-    pub fn response_length(&self) -> u64 {
-        u64::from(self.packet_count.get()) * PACKET_BYTES as u64
+    pub fn response_byte_count(&self) -> u64 {
+        u64::from(self.packet_count.get()) * STREAM_PACKET_BYTES as u64
     }
 }
 
 /// Returns the byte at `position` in the response to a request with this seed.
-pub fn content_byte(seed: u32, position: u64) -> u8 {
+pub fn stream_content_byte(seed: u32, position: u64) -> u8 {
     // Use Knuth's multiplicative hash, in which adjacent bytes and adjacent seeds differ.
     ((seed ^ position as u32).wrapping_mul(0x9e37_79b1) >> 24) as u8
 }
@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn different_seeds_give_different_response_bytes() {
         let count_differing_bytes = |a: u32, b: u32| {
-            (0..125).filter(|position| content_byte(a, *position) != content_byte(b, *position)).count()
+            (0..125).filter(|position| stream_content_byte(a, *position) != stream_content_byte(b, *position)).count()
         };
         for (a, b) in [(1, 2), (7, 0x8000_0007), (0, u32::MAX)] {
             assert!(count_differing_bytes(a, b) > 50, "{a} and {b}: {}", count_differing_bytes(a, b));

@@ -10,12 +10,12 @@ use std::process::Command;
 use anyhow::{Context as _, ensure};
 use zerocopy::FromBytes as _;
 
-use super::{PACKET_BYTES, REQUEST_BYTES, StreamRequest, content_byte, raise_open_file_limit};
-use crate::core_load_file::CounterFile;
-use crate::emulated_server::{EmulatedCore, EventLoop, ResponseQueue, ServerProtocol, listen};
+use super::{STREAM_PACKET_BYTES, STREAM_REQUEST_BYTES, StreamRequest, raise_open_file_limit, stream_content_byte};
+use crate::core_load_file::SharedCounterFile;
+use crate::emulated_server::{EmulatedCore, EmulatedServerProtocol, ResponseQueue, ServerEventLoop, open_listener};
 use crate::fleet;
-use crate::namespace::Namespace;
-use crate::process::Process;
+use crate::namespace::NetworkNamespace;
+use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
 /// Service time of the emulated core for each packet and each accepted connection (ns).
@@ -40,13 +40,13 @@ fn parse_namespace_and_file(text: &str) -> Result<(String, PathBuf), String> {
 
 /// Serves streams until it is killed. Fails when it cannot listen in a namespace, or when a core load file cannot be
 /// created.
-pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
+pub fn run_stream_server(args: &StreamServerArgs) -> anyhow::Result<()> {
     raise_open_file_limit()?;
     let start_server = |(namespace, file): &(String, PathBuf)| {
-        let tcp_listener = Namespace::new(namespace.clone()).run_within(|| listen(args.listen, false));
-        Ok((tcp_listener.with_context(|| namespace.clone())?, CounterFile::create(file, 1)?))
+        let tcp_listener = NetworkNamespace::new(namespace.clone()).run_within(|| open_listener(args.listen, false));
+        Ok((tcp_listener.with_context(|| namespace.clone())?, SharedCounterFile::create(file, 1)?))
     };
-    let listeners_and_load_files: Vec<(TcpListener, CounterFile)> =
+    let listeners_and_load_files: Vec<(TcpListener, SharedCounterFile)> =
         args.servers.iter().map(start_server).collect::<anyhow::Result<_>>()?;
     for ((_, core_load_file), (_, file)) in listeners_and_load_files.iter().zip(&args.servers) {
         core_load_file.publish(file)?;
@@ -55,31 +55,31 @@ pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
         .iter()
         .map(|(listener, core_load_file)| EmulatedCore::new(listener, &core_load_file.counters()[0]))
         .collect();
-    match EventLoop::new(StreamProtocol, emulated_cores)?.run()? {}
+    match ServerEventLoop::new(StreamServerProtocol, emulated_cores)?.run()? {}
 }
 
 /// State of a connection, with its request, or the part of the request that was received so far.
 #[derive(Default)]
-struct StreamState {
-    request_buffer: ([u8; REQUEST_BYTES], usize),
+struct StreamConnectionState {
+    request_buffer: ([u8; STREAM_REQUEST_BYTES], usize),
     request: Option<StreamRequest>,
     response_start_ns: u64,
 }
 
-struct StreamProtocol;
+struct StreamServerProtocol;
 
-impl ServerProtocol for StreamProtocol {
-    type ConnectionState = StreamState;
+impl EmulatedServerProtocol for StreamServerProtocol {
+    type ConnectionState = StreamConnectionState;
     const CLOSES_AFTER_RESPONSE: bool = true;
-    const ACCEPT_NS: u64 = WORK_PER_PACKET_NS;
+    const ACCEPT_SERVICE_NS: u64 = WORK_PER_PACKET_NS;
     const PUBLISH_INTERVAL_NS: u64 = 50_000_000;
 
-    fn receive(&self, stream: &mut StreamState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
+    fn receive_bytes(&self, stream: &mut StreamConnectionState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
         let (buffer, length) = &mut stream.request_buffer;
         let Some(remaining_buffer) = buffer.get_mut(*length..*length + bytes.len()) else { return false };
         remaining_buffer.copy_from_slice(bytes);
         *length += bytes.len();
-        if *length == REQUEST_BYTES {
+        if *length == STREAM_REQUEST_BYTES {
             let request = StreamRequest::read_from_bytes(buffer).expect("REQUEST_BYTES");
             (stream.request, stream.response_start_ns) = (Some(request), queue.now_ns);
             queue.queue_packet(queue.now_ns + request.packet_due_ns(0), 0);
@@ -89,16 +89,16 @@ impl ServerProtocol for StreamProtocol {
 
     fn write_packet(
         &self,
-        stream: &StreamState,
+        stream: &StreamConnectionState,
         packet_index: u32,
         packet: &mut Vec<u8>,
         queue: &mut ResponseQueue<'_>,
     ) {
         let request = stream.request.expect("packets are queued after the request");
-        let first_byte_index = u64::from(packet_index) * PACKET_BYTES as u64;
+        let first_byte_index = u64::from(packet_index) * STREAM_PACKET_BYTES as u64;
         packet.extend(
-            (first_byte_index..first_byte_index + PACKET_BYTES as u64)
-                .map(|position| content_byte(request.content_seed.get(), position)),
+            (first_byte_index..first_byte_index + STREAM_PACKET_BYTES as u64)
+                .map(|position| stream_content_byte(request.content_seed.get(), position)),
         );
         queue.queue_work(WORK_PER_PACKET_NS);
         if packet_index + 1 < request.packet_count.get() {
@@ -110,7 +110,7 @@ impl ServerProtocol for StreamProtocol {
 /// Running process of all stream servers in a testbed, which is killed when dropped.
 #[derive(Debug)]
 pub struct StreamServerProcess {
-    process: Process,
+    process: TestbedProcess,
 }
 
 impl Testbed {
@@ -129,7 +129,7 @@ impl Testbed {
     ) -> anyhow::Result<StreamServerProcess> {
         let server_numbers = self.server_numbers();
         ensure!(!server_numbers.is_empty(), "a testbed without servers");
-        let mut command = Command::new(fleet::lab_binary()?);
+        let mut command = Command::new(fleet::lab_binary_path()?);
         command.args(["testbed", "stream-server", "--listen", &listen.into().to_string()]);
         for number in &server_numbers {
             let core_load_file_path = to_core_load_file_path(*number);

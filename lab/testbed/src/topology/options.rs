@@ -5,16 +5,16 @@ use anyhow::bail;
 use crate::addresses::{AddressFamily, ETHERNET_MTU, MIN_IPV4_MTU, MIN_IPV6_MTU};
 
 const CLIENT_ADDRESSES_MAX: u16 = 200;
-pub(super) const SERVERS_MAX: u16 = 250;
+pub(super) const MAX_SERVER_COUNT: u16 = 250;
 pub(super) const LOAD_BALANCERS_MAX: u16 = 32;
-const RACKS_MAX: u16 = 32;
-const CORES_MAX: u16 = 64;
+const MAX_RACK_COUNT: u16 = 32;
+const MAX_CORE_COUNT: u16 = 64;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedOptions {
     /// Name of this testbed, which is unique on the machine. It has 1 to 40 lower-case letters and digits, including
     /// the prefix in the environment's `COREWARD_TESTBED_PREFIX`.
-    pub instance: String,
+    pub instance_name: String,
     /// Number of servers at the start (0 to 250). More servers can be added later.
     pub server_count: u16,
     /// Number of each server's cores, which is also the number of its receive queues (1 to 64).
@@ -39,7 +39,7 @@ pub struct TestbedOptions {
     /// Whether the servers are behind a router of their own (see [`crate::server_router`]).
     pub has_server_router: bool,
     /// VLANs of clients and servers, or `None` if all frames are untagged. VLANs exclude routers and racks.
-    pub vlans: Option<Vlans>,
+    pub vlans: Option<TestbedVlans>,
     /// Number of VIPs on each server (1 to 250).
     pub vip_count: u8,
     /// Address family of the VIPs, and of packets between the client and the services.
@@ -47,12 +47,12 @@ pub struct TestbedOptions {
     /// Number of entries in each emulated NIC's indirection table (a power of two up to 2048).
     pub indirection_entry_count: usize,
     /// Seed of the initial RSS keys of emulated NICs.
-    pub seed: u64,
+    pub rss_key_seed: u64,
 }
 
 /// VLAN ids in a testbed, of which 0 means untagged.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Vlans {
+pub struct TestbedVlans {
     /// VLAN id of clients' packets to the VIPs.
     pub vip_vlan: u16,
     /// VLAN ids of the servers (at least one). Server K has the id at index (K - 1) modulo their number.
@@ -62,7 +62,7 @@ pub struct Vlans {
 impl Default for TestbedOptions {
     fn default() -> Self {
         Self {
-            instance: "testbed".to_owned(),
+            instance_name: "testbed".to_owned(),
             server_count: 4,
             core_count: 4,
             has_receive_rings: false,
@@ -76,19 +76,19 @@ impl Default for TestbedOptions {
             vip_count: 1,
             family: AddressFamily::Ipv4,
             indirection_entry_count: 128,
-            seed: 1,
+            rss_key_seed: 1,
         }
     }
 }
 
 impl TestbedOptions {
     /// Checks the options. Fails when a number is out of range, or when options exclude each other.
-    pub(super) fn check(&self) -> anyhow::Result<()> {
+    pub(super) fn check_options(&self) -> anyhow::Result<()> {
         for (value, min, max, name) in [
-            (self.server_count, 0, SERVERS_MAX, "servers"),
-            (self.core_count, 1, CORES_MAX, "cores"),
+            (self.server_count, 0, MAX_SERVER_COUNT, "servers"),
+            (self.core_count, 1, MAX_CORE_COUNT, "cores"),
             (self.load_balancer_count, 1, LOAD_BALANCERS_MAX, "load balancers"),
-            (self.rack_controller_count, 0, RACKS_MAX, "racks"),
+            (self.rack_controller_count, 0, MAX_RACK_COUNT, "racks"),
             (self.client_address_count, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
             (u16::from(self.vip_count), 1, 250, "VIPs"),
             (self.router_mtu.unwrap_or(ETHERNET_MTU), MIN_IPV4_MTU, ETHERNET_MTU, "bytes of MTU"),

@@ -11,8 +11,8 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use coreward_model::arrivals::Workload;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_binary};
-use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState, lab_binary_path};
+use coreward_testbed::{Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if};
 use fantoccini::elements::Element;
 use fantoccini::wd::Capabilities;
 use fantoccini::{Client, ClientBuilder, Locator};
@@ -20,7 +20,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use serde_json::{Value, json};
 
 /// Port of the browser's driver in the controller's namespace.
-const DRIVER_PORT: u16 = 9515;
+const BROWSER_DRIVER_PORT: u16 = 9515;
 const DASHBOARD_URL: &str = "http://127.0.0.1:7401/";
 const PAGE_TIMEOUT: Duration = Duration::from_secs(30);
 const SERVER_COUNT: u16 = 6;
@@ -31,10 +31,10 @@ const MAX_TRAFFIC_SECONDS: u64 = 90;
 const SCREENSHOT_DELAY: Duration = Duration::from_secs(45);
 
 /// Starts the browser's driver in its own process namespace. When the driver ends, so do all processes of the browser.
-fn start_browser_driver(testbed: &Testbed) -> anyhow::Result<Process> {
+fn start_browser_driver(testbed: &Testbed) -> anyhow::Result<TestbedProcess> {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "chromedriver"]);
-    command.args([&format!("--port={DRIVER_PORT}"), "--log-level=SEVERE"]);
+    command.args([&format!("--port={BROWSER_DRIVER_PORT}"), "--log-level=SEVERE"]);
     // Put the browser's files into the testbed's directory, with which they are removed.
     command.env("HOME", testbed.directory()).env("TMPDIR", testbed.directory());
     command.stdout(std::process::Stdio::null());
@@ -56,7 +56,7 @@ async fn connect_to_driver() -> anyhow::Result<Client> {
     loop {
         let connect_result = ClientBuilder::new(HttpConnector::new())
             .capabilities(capabilities.clone())
-            .connect(&format!("http://127.0.0.1:{DRIVER_PORT}"))
+            .connect(&format!("http://127.0.0.1:{BROWSER_DRIVER_PORT}"))
             .await;
         match connect_result {
             Ok(client) => return Ok(client),
@@ -186,7 +186,7 @@ async fn check_draining_server(client: &Client) -> anyhow::Result<()> {
 }
 
 /// Checks that the page loads nothing from other origins, and that no script can read the session's cookie.
-async fn check_isolation(client: &Client) -> anyhow::Result<()> {
+async fn check_page_isolation(client: &Client) -> anyhow::Result<()> {
     // The page must not load any resource from another origin.
     let origins_script = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \
                    URL(entry.name).origin))].join();";
@@ -212,7 +212,7 @@ async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Resu
         drain_server()?;
     }
     check_draining_server(&client).await?;
-    check_isolation(&client).await?;
+    check_page_isolation(&client).await?;
 
     find_by_id(&client, "logout").await?.click().await?;
     wait_until_script_is_true(
@@ -228,7 +228,7 @@ async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Resu
 }
 
 /// Starts the load generator, which opens connections to the service at the times of a generated workload.
-fn start_load_generator(testbed: &Testbed) -> anyhow::Result<Process> {
+fn start_load_generator(testbed: &Testbed) -> anyhow::Result<TestbedProcess> {
     let arrival_workload = Workload {
         duration_us: MAX_TRAFFIC_SECONDS * 1_000_000,
         core_count: (SERVER_COUNT * CORE_COUNT).into(),
@@ -236,7 +236,7 @@ fn start_load_generator(testbed: &Testbed) -> anyhow::Result<Process> {
     };
     let arrival_log_path: PathBuf = testbed.directory().join("arrivals.txt");
     fs::write(&arrival_log_path, arrival_workload.generate(1).to_string())?;
-    let mut command = Command::new(lab_binary()?);
+    let mut command = Command::new(lab_binary_path()?);
     command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(&arrival_log_path);
     command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(std::process::Stdio::null());
     testbed.spawn(testbed.client(), command)
@@ -244,9 +244,9 @@ fn start_load_generator(testbed: &Testbed) -> anyhow::Result<Process> {
 
 #[test]
 fn dashboard_shows_every_core_and_pool_changes() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let options = TestbedOptions {
-        instance: "tdash".to_owned(),
+        instance_name: "tdash".to_owned(),
         server_count: SERVER_COUNT,
         core_count: CORE_COUNT,
         ..TestbedOptions::default()
@@ -254,8 +254,8 @@ fn dashboard_shows_every_core_and_pool_changes() {
     let testbed = Testbed::create(options).unwrap();
     let _paced_servers: Vec<_> = (1..=SERVER_COUNT).map(|number| testbed.start_paced_server(number).unwrap()).collect();
     let options = FleetOptions {
-        policy: "crossrss-plus".to_owned(),
-        load_source: LoadSource::PacedServer,
+        policy_name: "crossrss-plus".to_owned(),
+        load_source: CoreLoadSource::PacedServer,
         steers_connections: false,
         ..FleetOptions::default()
     };
@@ -267,12 +267,12 @@ fn dashboard_shows_every_core_and_pool_changes() {
     let fleet = std::sync::Mutex::new(&mut fleet);
     let drain_one_server = || {
         let mut pool = pool.clone();
-        pool.insert(2, AdminState::Draining);
-        fleet.lock().unwrap().set_pool(&testbed, pool)
+        pool.insert(2, ServerAdminState::Draining);
+        fleet.lock().unwrap().set_server_pool(&testbed, pool)
     };
-    let new_runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let build_runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build();
     testbed
         .controller()
-        .run_within(|| new_runtime()?.block_on(check_dashboard(viewer_token, &drain_one_server)))
+        .run_within(|| build_runtime()?.block_on(check_dashboard(viewer_token, &drain_one_server)))
         .unwrap();
 }

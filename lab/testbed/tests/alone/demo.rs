@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_model::arrivals::ArrivalLog;
-use coreward_testbed::fleet::lab_binary;
+use coreward_testbed::fleet::lab_binary_path;
 use coreward_testbed::instance::find_remains;
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::{find_missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-fn demo_command(arguments: &[&str], output_directory: &Path) -> anyhow::Result<Command> {
-    let mut command = Command::new(lab_binary()?);
+fn build_demo_command(arguments: &[&str], output_directory: &Path) -> anyhow::Result<Command> {
+    let mut command = Command::new(lab_binary_path()?);
     command.arg("demo").args(arguments).arg("--out").arg(output_directory);
     Ok(command)
 }
@@ -34,11 +34,13 @@ fn demo_instance_name(demo_pid: u32) -> String {
 
 #[test]
 fn core_aware_policies_beat_hash_and_break_no_connection() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let output_directory = tempfile::tempdir()?;
     let arguments = ["--seconds", "24", "--seeds", "1", "--policy", "hash,crossrss,crossrss-plus", "--format", "json"];
-    let demo_process =
-        demo_command(&arguments, output_directory.path())?.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let demo_process = build_demo_command(&arguments, output_directory.path())?
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
     let demo_pid = demo_process.id();
     let results = parse_results(&demo_process.wait_with_output()?)?;
 
@@ -74,10 +76,10 @@ fn core_aware_policies_beat_hash_and_break_no_connection() -> anyhow::Result<()>
 
 #[test]
 fn ipv6_connections_through_gue_do_not_break() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let output_directory = tempfile::tempdir()?;
     let arguments = ["--family", "6", "--forwarding", "gue", "--seconds", "18", "--seeds", "1", "--policy", "crossrss"];
-    let output = demo_command(&arguments, output_directory.path())?.args(["--format", "json"]).output()?;
+    let output = build_demo_command(&arguments, output_directory.path())?.args(["--format", "json"]).output()?;
     let results = parse_results(&output)?;
     let arrival_log = read_arrival_log(output_directory.path())?;
     let connections = &results["policies"][0]["connections"];
@@ -103,7 +105,7 @@ fn wait_with_timeout(child: &mut Child, limit: Duration) -> anyhow::Result<std::
 /// Starts a demo, waits until its testbed exists, and sends the demo a signal. Returns the testbed's name.
 fn start_and_signal_demo(signal: Signal) -> anyhow::Result<String> {
     let output_directory = tempfile::tempdir()?;
-    let mut demo_process = demo_command(&["--policy", "hash"], output_directory.path())?
+    let mut demo_process = build_demo_command(&["--policy", "hash"], output_directory.path())?
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()?;
@@ -124,13 +126,13 @@ fn start_and_signal_demo(signal: Signal) -> anyhow::Result<String> {
 
 #[test]
 fn interrupted_or_killed_demo_leaves_nothing_behind() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let instance_name = start_and_signal_demo(Signal::SIGINT)?;
     assert_eq!(find_remains(&instance_name), Vec::<PathBuf>::new());
 
     let instance_name = start_and_signal_demo(Signal::SIGKILL)?;
     assert_ne!(find_remains(&instance_name), Vec::<PathBuf>::new());
-    let clean_output = Command::new(lab_binary()?).args(["testbed", "clean", &instance_name]).output()?;
+    let clean_output = Command::new(lab_binary_path()?).args(["testbed", "clean", &instance_name]).output()?;
     let removed_names = String::from_utf8_lossy(&clean_output.stdout);
     assert!(
         removed_names.starts_with("removed testbed ") && removed_names.trim_end().ends_with(&instance_name),
@@ -149,7 +151,7 @@ fn invalid_options_are_rejected_before_any_setup() -> anyhow::Result<()> {
         (["--cores", "0"], "1..=32"),
         (["--format", "xml"], "json"),
     ] {
-        let output = demo_command(&arguments, output_directory.path())?.output()?;
+        let output = build_demo_command(&arguments, output_directory.path())?.output()?;
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && error.contains(expected), "{arguments:?}: {error}");
     }

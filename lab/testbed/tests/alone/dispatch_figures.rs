@@ -5,11 +5,11 @@ use std::path::Path;
 use std::process::Command;
 
 use coreward_sim::figure::result::FigureResult;
-use coreward_testbed::fleet::lab_binary;
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::lab_binary_path;
+use coreward_testbed::{find_missing_testbed_rights, skip_if};
 
 fn run_figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
-    let mut command = Command::new(lab_binary()?);
+    let mut command = Command::new(lab_binary_path()?);
     command.arg("figure").args(arguments).args(["--runs", "1", "--format", "json"]);
     // Allow any lateness, because the tests assert counts, which a busy machine does not change.
     let output = command.env("COREWARD_MAX_LATENESS_US", "1e9").output()?;
@@ -37,7 +37,7 @@ fn assert_figure_is_complete(result: &FigureResult, panel_count: usize, expected
 
 #[test]
 fn live_request_figure_is_complete() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let series = ["random", "jsq", "jsq (simulated)", "jlq"];
     let result = run_figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
     // Peaks are 0 when the first point exceeds the bound. No request is answered before its service time is over.
@@ -57,7 +57,7 @@ fn live_request_figure_is_complete() -> anyhow::Result<()> {
 
 #[test]
 fn live_service_class_figure_is_complete() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let result = run_figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;
     assert_figure_is_complete(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);
     Ok(())
@@ -65,7 +65,7 @@ fn live_service_class_figure_is_complete() -> anyhow::Result<()> {
 
 #[test]
 fn live_orchestrator_figure_is_complete() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let series = ["RingLeader", "RingLeader (simulated)"];
     // The value is a load of 80 %, as in the bars.
     let options = ["--seconds", "0.5", "--points", "1.312824", "--series", &series.join(",")];
@@ -77,7 +77,7 @@ fn live_orchestrator_figure_is_complete() -> anyhow::Result<()> {
 
 #[test]
 fn live_rocksdb_figure_is_complete() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     if !Path::new("/usr/lib/x86_64-linux-gnu/librocksdb.so.7.8").exists() {
         println!("SKIPPED rocksdb_is_measured_live: needs Debian package librocksdb7.8");
         return Ok(());
@@ -89,7 +89,7 @@ fn live_rocksdb_figure_is_complete() -> anyhow::Result<()> {
 
 #[test]
 fn live_core_assignment_figure_is_complete() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let result = run_figure(&["ringleader-cores-live", "--seconds", "1.5", "--points", "20"])?;
     let allocator_labels = ["software allocator (15 cores + 1)", "software allocator (16 cores + 1)"];
     assert_figure_is_complete(&result, 2, &[&["shared", "hybrid", "dedicated"], &allocator_labels[..]].concat(), 1.0);

@@ -1,12 +1,12 @@
 //! Short run of `coreward-lab testbed dispatch-soak`, with the same faults for seconds instead of minutes.
 
-use coreward_testbed::dispatch_soak::{DispatchSoakArgs, run};
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::dispatch_soak::{DispatchSoakArgs, run_soak_test};
+use coreward_testbed::{find_missing_testbed_rights, skip_if};
 
 #[test]
 fn dispatch_counters_are_exact_under_faults() {
-    skip_if!(missing_testbed_rights());
-    let outcome = run("dsoak", DispatchSoakArgs { seconds: 24, seed: 2, settle_ms: 60_000 }).unwrap();
+    skip_if!(find_missing_testbed_rights());
+    let outcome = run_soak_test("dsoak", DispatchSoakArgs { seconds: 24, seed: 2, settle_ms: 60_000 }).unwrap();
     println!("{outcome:#?}");
     assert!(outcome.violations.is_empty(), "{:#?}", outcome.violations);
     let injected_faults = &outcome.fault_counts;

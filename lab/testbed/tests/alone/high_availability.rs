@@ -6,18 +6,19 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coreward_etcd::local::LocalMember;
+use coreward_etcd::local::LocalEtcdMember;
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{
-    Fleet, FleetOptions, LoadSource, api_address_of, controller_address_of, coreward_binary, operator_command_for,
+    CoreLoadSource, Fleet, FleetOptions, build_operator_command_for, controller_address_of, controller_api_address,
+    coreward_binary_path,
 };
-use coreward_testbed::process::Process;
+use coreward_testbed::process::TestbedProcess;
 use coreward_testbed::stream::client::StreamWorkload;
 use coreward_testbed::stream::server::StreamServerProcess;
-use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 
-use crate::support::{assert_streams_unbroken, eventually, sleep_ms};
+use crate::support::{assert_eventually, assert_streams_unbroken, sleep_ms};
 
 /// Maximum time until another controller becomes the leader, a multiple of the lease's duration for slow machines.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
@@ -26,23 +27,24 @@ const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
 struct HighAvailabilityEnv {
     fleet: Fleet,
     /// Processes of controllers 2 and 3. The fleet has the process of controller 1.
-    other_controller_processes: Vec<Option<Process>>,
-    etcd_processes: Vec<Option<Process>>,
-    etcd_members: Vec<LocalMember>,
+    other_controller_processes: Vec<Option<TestbedProcess>>,
+    etcd_processes: Vec<Option<TestbedProcess>>,
+    etcd_members: Vec<LocalEtcdMember>,
     _stream_servers: StreamServerProcess,
     testbed: Testbed,
     applied_document: String,
     change_count: u32,
 }
 
-fn etcd_config_table(members: &[LocalMember]) -> String {
-    let endpoints: Vec<String> = members.iter().map(LocalMember::endpoint).collect();
+fn etcd_config_table(members: &[LocalEtcdMember]) -> String {
+    let endpoints: Vec<String> = members.iter().map(LocalEtcdMember::endpoint).collect();
     format!("[etcd]\nendpoints = {endpoints:?}\nlease = \"5s\"\n")
 }
 
-fn start_controller(testbed: &Testbed, members: &[LocalMember], number: u16) -> Process {
+fn start_controller(testbed: &Testbed, members: &[LocalEtcdMember], number: u16) -> TestbedProcess {
     let config_path = testbed.directory().join(format!("controller{number}.toml"));
-    let (listen, api, token_directory) = (controller_address_of(number), api_address_of(number), testbed.directory());
+    let (listen, api, token_directory) =
+        (controller_address_of(number), controller_api_address(number), testbed.directory());
     fs::write(
         &config_path,
         format!(
@@ -52,20 +54,20 @@ fn start_controller(testbed: &Testbed, members: &[LocalMember], number: u16) -> 
     )
     .unwrap();
     let log_file = File::create(testbed.directory().join(format!("controller{number}.log"))).unwrap();
-    let mut command = Command::new(coreward_binary().unwrap());
+    let mut command = Command::new(coreward_binary_path().unwrap());
     command.arg("controller").arg("--config").arg(config_path);
     command.stdin(Stdio::null()).stdout(log_file.try_clone().unwrap()).stderr(log_file);
     testbed.spawn(testbed.controller(), command).unwrap()
 }
 
-fn start_etcd_member(testbed: &Testbed, members: &[LocalMember], member_index: usize) -> Process {
-    let command = members[member_index].start_command(members, &testbed.directory());
+fn start_etcd_member(testbed: &Testbed, members: &[LocalEtcdMember], member_index: usize) -> TestbedProcess {
+    let command = members[member_index].build_start_command(members, &testbed.directory());
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
 /// Runs `coreward ARGUMENTS` against one controller, with a timeout of 10 s in case the controller is stopped.
 fn run_at_controller(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
-    let command = operator_command_for(testbed, [controller], arguments)?;
+    let command = build_operator_command_for(testbed, [controller], arguments)?;
     let mut command_with_timeout = Command::new("timeout");
     command_with_timeout.arg("10").arg(command.get_program()).args(command.get_args());
     command_with_timeout.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
@@ -78,11 +80,11 @@ fn run_at_leader(
     controllers: impl IntoIterator<Item = u16>,
     arguments: &[&str],
 ) -> anyhow::Result<String> {
-    let command = operator_command_for(testbed, controllers, arguments)?;
+    let command = build_operator_command_for(testbed, controllers, arguments)?;
     Ok(String::from_utf8(testbed.run_command(testbed.controller(), command)?.stdout)?)
 }
 
-fn fleet_document(server_count: u16) -> String {
+fn fleet_document_text(server_count: u16) -> String {
     let mut document =
         "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\n".to_owned();
     for number in 1..=server_count {
@@ -94,7 +96,7 @@ fn fleet_document(server_count: u16) -> String {
 /// Repeats a query until it returns a value, because at times no controller or no etcd member is the leader.
 fn retry_until_some<T>(description: &str, query: impl Fn() -> Option<T>) -> T {
     let mut query_result = None;
-    eventually(TAKEOVER_TIMEOUT, description, || {
+    assert_eventually(TAKEOVER_TIMEOUT, description, || {
         query_result = query();
         query_result.is_some()
     });
@@ -102,19 +104,19 @@ fn retry_until_some<T>(description: &str, query: impl Fn() -> Option<T>) -> T {
 }
 
 /// Applies the first fleet document with a controller that runs only for this purpose.
-fn apply_first_document(testbed: &Testbed, etcd_members: &[LocalMember], document: &str) {
+fn apply_first_document(testbed: &Testbed, etcd_members: &[LocalEtcdMember], document: &str) {
     let mut first_controller = start_controller(testbed, etcd_members, 1);
     let document_path = testbed.directory().join("applied.toml");
     fs::write(&document_path, document).unwrap();
     let apply_document = || run_at_leader(testbed, [1], &["apply", "--yes", &document_path.display().to_string()]);
-    eventually(TAKEOVER_TIMEOUT, "the first document is in force", || apply_document().is_ok());
+    assert_eventually(TAKEOVER_TIMEOUT, "the first document is in force", || apply_document().is_ok());
     first_controller.terminate(TAKEOVER_TIMEOUT).unwrap();
 }
 
 impl HighAvailabilityEnv {
     fn start(instance: &str) -> Self {
         let options = TestbedOptions {
-            instance: instance.to_owned(),
+            instance_name: instance.to_owned(),
             server_count: 3,
             load_balancer_count: 2,
             core_count: 1,
@@ -122,14 +124,14 @@ impl HighAvailabilityEnv {
         };
         let testbed = Testbed::create(options).unwrap();
         let stream_servers = testbed.start_stream_servers().unwrap();
-        let etcd_members = LocalMember::local_cluster_members(3, CONTROLLER_ADDRESS.into(), 2379);
+        let etcd_members = LocalEtcdMember::local_cluster_members(3, CONTROLLER_ADDRESS.into(), 2379);
         let etcd_processes =
             (0..3).map(|position| Some(start_etcd_member(&testbed, &etcd_members, position))).collect();
-        let applied_document = fleet_document(3);
+        let applied_document = fleet_document_text(3);
         // Apply the first document before load balancers and agents start.
         apply_first_document(&testbed, &etcd_members, &applied_document);
         let options = FleetOptions {
-            load_source: LoadSource::PacedServer,
+            load_source: CoreLoadSource::PacedServer,
             steers_connections: false,
             shared_store_config: Some(etcd_config_table(&etcd_members)),
             external_controller_addresses: [2, 3].map(controller_address_of).into(),
@@ -154,7 +156,7 @@ impl HighAvailabilityEnv {
     fn apply_changed_document(&mut self) -> u16 {
         self.change_count += 1;
         let changed_weight = format!("weight = {}\nname = \"s1\"", self.change_count);
-        let changed_document = fleet_document(3).replacen("name = \"s1\"", &changed_weight, 1);
+        let changed_document = fleet_document_text(3).replacen("name = \"s1\"", &changed_weight, 1);
         let document_path: PathBuf = self.testbed.directory().join("applied.toml");
         fs::write(&document_path, &changed_document).unwrap();
         let deadline = Instant::now() + TAKEOVER_TIMEOUT;
@@ -180,7 +182,7 @@ impl HighAvailabilityEnv {
 
     fn send_signal(&mut self, number: u16, signal: Signal) {
         let process = match number {
-            1 => self.fleet.daemon("controller").unwrap(),
+            1 => self.fleet.daemon_process("controller").unwrap(),
             _ => self.other_controller_processes[usize::from(number) - 2].as_mut().expect("it runs"),
         };
         process.send_signal(signal).unwrap();
@@ -198,7 +200,7 @@ impl HighAvailabilityEnv {
         let leader_index = retry_until_some("one of three members leads", || self.query_etcd_leader_index());
         let mut killed_member = self.etcd_processes[leader_index].take().unwrap();
         killed_member.send_signal(Signal::SIGKILL).unwrap();
-        killed_member.wait(TAKEOVER_TIMEOUT).unwrap();
+        killed_member.wait_for_exit(TAKEOVER_TIMEOUT).unwrap();
         self.apply_changed_document();
         self.etcd_processes[leader_index] = Some(start_etcd_member(&self.testbed, &self.etcd_members, leader_index));
     }
@@ -242,7 +244,7 @@ impl HighAvailabilityEnv {
     }
 
     fn query_etcd_leader_index(&self) -> Option<usize> {
-        let endpoints: Vec<String> = self.etcd_members.iter().map(LocalMember::endpoint).collect();
+        let endpoints: Vec<String> = self.etcd_members.iter().map(LocalEtcdMember::endpoint).collect();
         let mut command = Command::new("etcdctl");
         command.args(["--endpoints", &endpoints.join(","), "endpoint", "status", "--write-out", "json"]);
         command.env("ETCDCTL_API", "3");
@@ -256,7 +258,7 @@ impl HighAvailabilityEnv {
 
 #[test]
 fn acknowledged_changes_survive_leader_changes() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = HighAvailabilityEnv::start("ha");
     let initial_server_ids = retry_until_some("a controller leads", || env.query_server_ids());
     let stream_client = env.testbed.start_stream_client(&StreamWorkload::endless(100.0), None).unwrap();
@@ -283,7 +285,7 @@ fn acknowledged_changes_survive_leader_changes() {
     }
 
     env.apply_change_without_etcd_leader();
-    eventually(TAKEOVER_TIMEOUT, "agents and load balancers are back", || env.are_all_daemons_connected());
+    assert_eventually(TAKEOVER_TIMEOUT, "agents and load balancers are back", || env.are_all_daemons_connected());
     let shown_document =
         retry_until_some("a controller leads", || run_at_leader(&env.testbed, 1..=3, &["fleet", "show"]).ok());
     // The first line of the output is the generation, and the document follows.

@@ -1,12 +1,12 @@
 //! Test of the latencies that the load generator measures, which start at the time at which each request was due.
 
-use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, find_missing_testbed_rights, skip_if};
 
 use crate::support::load::{start_load_generator, wait_for_report};
 
 #[test]
 fn latency_is_measured_from_the_due_time() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tkvdue")?;
     let options = ["--workers", "1", "--paced", "--service-us", "GET=2000", "--receive-buffer", "16000000"];
     let server = testbed.start_key_value_server(1, &options)?;

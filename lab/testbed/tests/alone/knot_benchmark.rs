@@ -5,16 +5,19 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::Context as _;
-use coreward_testbed::fleet::lab_binary;
+use coreward_testbed::fleet::lab_binary_path;
 use coreward_testbed::knot_benchmark::knot;
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::{find_missing_testbed_rights, skip_if};
 
 #[test]
 fn knotd_answers_every_dispatched_query() -> anyhow::Result<()> {
-    let missing_knotd = || format!("{} is missing (Debian package knot)", knot::KNOTD_PATH);
-    skip_if!(missing_testbed_rights().or_else(|| (!Path::new(knot::KNOTD_PATH).exists()).then(missing_knotd)), Ok(()));
+    let missing_knotd_reason = || format!("{} is missing (Debian package knot)", knot::KNOTD_PATH);
+    skip_if!(
+        find_missing_testbed_rights().or_else(|| (!Path::new(knot::KNOTD_PATH).exists()).then(missing_knotd_reason)),
+        Ok(())
+    );
     let options = ["--policies", "kernel,rr,jsq", "--workers", "3", "--rate", "300", "--seconds", "1", "--runs", "1"];
-    let mut command = Command::new(lab_binary()?);
+    let mut command = Command::new(lab_binary_path()?);
     command.args(["testbed", "knot-benchmark", "--format", "json"]).args(options);
     // Allow any lateness, because the test asserts counts, which a busy machine does not change.
     let output = command.env("COREWARD_MAX_LATENESS_US", "1e9").output()?;

@@ -6,18 +6,18 @@ use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use coreward_model::consistency::Consistency;
+use coreward_model::consistency::ConsistencyMode;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{Namespace, TestbedOptions, counters, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::{NetworkNamespace, TestbedOptions, counters, find_missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_streams_unbroken, sleep_ms};
+use crate::support::{FleetTestEnv, assert_streams_unbroken, sleep_ms};
 
 /// Prefix of the spoofed source addresses, and its first address as a number. The unused prefix is behind the router.
 const SPOOFED_SOURCE_PREFIX: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
 const SYNS_PER_BURST: u32 = 40;
-const BURST_INTERVAL: Duration = Duration::from_millis(2);
+const SYN_BURST_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Returns the Internet checksum of the bytes (RFC 1071).
 fn internet_checksum(bytes: &[u8]) -> u16 {
@@ -30,7 +30,7 @@ fn internet_checksum(bytes: &[u8]) -> u16 {
 
 /// Returns an IPv4 packet with a SYN to the service. It has the same options as Linux's SYNs (MSS, SACK permitted,
 /// timestamps and window scale).
-fn syn_packet(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
+fn build_syn_packet(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
     let mut tcp_segment = Vec::new();
     tcp_segment.extend(port.to_be_bytes());
     tcp_segment.extend(SERVICE_ADDRESS.port().to_be_bytes());
@@ -54,7 +54,7 @@ fn syn_packet(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
 }
 
 /// Sends SYNs from spoofed sources until `stop_flag` is set, and returns the number of SYNs sent.
-fn flood_with_syns(client: &Namespace, stop_flag: &AtomicBool) -> anyhow::Result<u64> {
+fn flood_with_syns(client: &NetworkNamespace, stop_flag: &AtomicBool) -> anyhow::Result<u64> {
     client.run_within(|| {
         // SAFETY: takes integers, returns a new descriptor or -1.
         let socket_fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::IPPROTO_RAW) };
@@ -68,25 +68,26 @@ fn flood_with_syns(client: &Namespace, stop_flag: &AtomicBool) -> anyhow::Result
             for _ in 0..SYNS_PER_BURST {
                 let source_address = Ipv4Addr::from_bits(SPOOFED_SOURCE_PREFIX.1 + uniform_below(&mut rng, 1 << 15));
                 let source_port = 1024 + uniform_below(&mut rng, 60_000) as u16;
-                let packet = syn_packet(source_address, source_port, uniform_below(&mut rng, u32::MAX));
+                let packet = build_syn_packet(source_address, source_port, uniform_below(&mut rng, u32::MAX));
                 let flags = nix::sys::socket::MsgFlags::empty();
                 sent_syn_count +=
                     u64::from(nix::sys::socket::sendto(socket.as_raw_fd(), &packet, &destination, flags).is_ok());
             }
-            std::thread::sleep(BURST_INTERVAL);
+            std::thread::sleep(SYN_BURST_INTERVAL);
         }
         Ok(sent_syn_count)
     })
 }
 
-fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency) {
+fn assert_connections_survive_syn_flood(instance: &str, consistency: ConsistencyMode) {
     let options = TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: 3,
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };
-    let mut env = TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
+    let mut env =
+        FleetTestEnv::start(options, FleetOptions { consistency, policy_name: "rr".to_owned(), ..Default::default() });
     // This route keeps the router from sending an ARP request for each spoofed address.
     let mut ip_command = std::process::Command::new("ip");
     ip_command.args(["route", "add", "blackhole", SPOOFED_SOURCE_PREFIX.0]);
@@ -96,7 +97,7 @@ fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency
         let flood_thread = scope.spawn(|| flood_with_syns(&client, &stop_flag));
         let stream_client = env.start_streams(100.0);
         sleep_ms(3_000);
-        env.set_admin_state(1, Some(AdminState::Draining));
+        env.set_admin_state(1, Some(ServerAdminState::Draining));
         sleep_ms(2_000);
         assert_streams_unbroken(stream_client);
         stop_flag.store(true, Ordering::Relaxed);
@@ -108,7 +109,7 @@ fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency
     let server_counters: Vec<_> = [2, 3].map(read_counters).into();
     for name in ["TcpExtSyncookiesSent", "TcpExtSyncookiesRecv"] {
         assert!(
-            counters::total_over_namespaces(&server_counters, name) > 0,
+            counters::sum_counter_over_namespaces(&server_counters, name) > 0,
             "{name}: the flood did not fill the servers' queues"
         );
     }
@@ -116,12 +117,12 @@ fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency
 
 #[test]
 fn connections_open_and_persist_during_a_syn_flood() {
-    skip_if!(missing_testbed_rights());
-    assert_connections_survive_syn_flood("flood", Consistency::Stateless);
+    skip_if!(find_missing_testbed_rights());
+    assert_connections_survive_syn_flood("flood", ConsistencyMode::Stateless);
 }
 
 #[test]
 fn stateful_connections_open_and_persist_during_a_syn_flood() {
-    skip_if!(missing_testbed_rights());
-    assert_connections_survive_syn_flood("floodfull", Consistency::Stateful);
+    skip_if!(find_missing_testbed_rights());
+    assert_connections_survive_syn_flood("floodfull", ConsistencyMode::Stateful);
 }

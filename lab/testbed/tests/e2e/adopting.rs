@@ -6,32 +6,37 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use coreward_testbed::addresses::{AddressFamily, SERVICE_ADDRESS, server_address};
-use coreward_testbed::baseline_lb::{self, BaselineKind};
+use coreward_testbed::baseline_lb::{self, BaselineLbKind};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::http::{HttpConnection, WorkerIdentity};
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if};
 
-use crate::support::{count_broken_connections, eventually, sleep_ms, wait_until_configuration_in_force};
+use crate::support::{assert_eventually, count_broken_connections, sleep_ms, wait_until_configuration_in_force};
 
 const SERVER_COUNT: u16 = 3;
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(10);
 
-struct TestEnv {
+struct AdoptionTestEnv {
     _nginx_servers: Vec<NginxServer>,
     testbed: Testbed,
 }
 
-impl TestEnv {
+impl AdoptionTestEnv {
     /// Starts servers with nginx behind a load balancer other than coreward, without agents.
     fn start_behind_baseline(
-        kind: BaselineKind,
+        kind: BaselineLbKind,
         instance: &str,
         family: AddressFamily,
     ) -> (baseline_lb::BaselineLoadBalancer, Self) {
         let instance = instance.to_owned();
-        let options =
-            TestbedOptions { instance, family, server_count: SERVER_COUNT, core_count: 1, ..TestbedOptions::default() };
+        let options = TestbedOptions {
+            instance_name: instance,
+            family,
+            server_count: SERVER_COUNT,
+            core_count: 1,
+            ..TestbedOptions::default()
+        };
         let testbed = Testbed::create(options).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
@@ -41,7 +46,7 @@ impl TestEnv {
     }
 
     /// Opens connections to the service and sends one request on each. Every fourth connection has no TCP timestamps.
-    fn open_connections(&self, connection_count: usize) -> OpenConnections {
+    fn open_connections(&self, connection_count: usize) -> OpenHttpConnections {
         let connections_and_workers = self.testbed.client().run_within(|| {
             (0..connection_count)
                 .map(|index| {
@@ -53,11 +58,11 @@ impl TestEnv {
                 })
                 .collect()
         });
-        OpenConnections(connections_and_workers.unwrap())
+        OpenHttpConnections(connections_and_workers.unwrap())
     }
 
     /// Starts wrk with keep-alive connections, which ends after `seconds` seconds.
-    fn start_wrk(&self, seconds: u32) -> Process {
+    fn start_wrk(&self, seconds: u32) -> TestbedProcess {
         let mut wrk = Command::new("wrk");
         let page_url = format!("http://{}/who", self.testbed.service_address());
         wrk.args(["-t1", "-c8", &format!("-d{seconds}"), "--timeout", "5s", &page_url]);
@@ -67,7 +72,7 @@ impl TestEnv {
 
     fn start_fleet(&self, fleet_text: &str) -> Fleet {
         let options = FleetOptions {
-            policy: "rr".to_owned(),
+            policy_name: "rr".to_owned(),
             extra_fleet_text: fleet_text.to_owned(),
             ..FleetOptions::default()
         };
@@ -80,7 +85,7 @@ impl TestEnv {
     }
 
     /// Returns the value of net.ipv4.tcp_timestamps on every server.
-    fn tcp_timestamps_settings(&self) -> Vec<String> {
+    fn read_tcp_timestamps_settings(&self) -> Vec<String> {
         let read_setting = |number| {
             let server = self.testbed.server(number).unwrap();
             server
@@ -97,15 +102,15 @@ impl TestEnv {
         let generation_before =
             fleet.query_status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap();
         fleet.set_extra_fleet_text(&self.testbed, fleet_text).unwrap();
-        eventually(RELOAD_TIMEOUT, "the controller reads the fleet's file", || {
+        assert_eventually(RELOAD_TIMEOUT, "the controller reads the fleet's file", || {
             fleet.query_status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap() > generation_before
         });
         wait_until_configuration_in_force(fleet, &self.testbed);
     }
 
     /// Runs `coreward DAEMON --config FILE --detach` on a host.
-    fn detach_daemon(&self, host: &coreward_testbed::Namespace, daemon: &str, config_name: &str) {
-        let mut command = Command::new(coreward_testbed::fleet::coreward_binary().unwrap());
+    fn detach_daemon(&self, host: &coreward_testbed::NetworkNamespace, daemon: &str, config_name: &str) {
+        let mut command = Command::new(coreward_testbed::fleet::coreward_binary_path().unwrap());
         command
             .arg(daemon)
             .arg("--config")
@@ -116,9 +121,9 @@ impl TestEnv {
 }
 
 /// Open connections, each with the worker that answered its first request.
-struct OpenConnections(Vec<(HttpConnection, WorkerIdentity)>);
+struct OpenHttpConnections(Vec<(HttpConnection, WorkerIdentity)>);
 
-impl OpenConnections {
+impl OpenHttpConnections {
     fn count_broken_connections(&mut self) -> usize {
         count_broken_connections(&mut self.0)
     }
@@ -128,14 +133,14 @@ impl OpenConnections {
     }
 }
 
-fn assert_no_connection_broken<const N: usize>(connections: [&mut OpenConnections; N], moment: &str) {
-    assert_eq!(connections.map(OpenConnections::count_broken_connections), [0; N], "{moment}");
+fn assert_no_connection_broken<const N: usize>(connections: [&mut OpenHttpConnections; N], moment: &str) {
+    assert_eq!(connections.map(OpenHttpConnections::count_broken_connections), [0; N], "{moment}");
 }
 
 /// Waits for the end of wrk and asserts that it got responses. Returns the lines of its output that report errors.
-fn wait_for_wrk(mut wrk: Process) -> Vec<String> {
+fn wait_for_wrk(mut wrk: TestbedProcess) -> Vec<String> {
     use std::io::Read as _;
-    assert!(wrk.wait(Duration::from_secs(40)).unwrap().success());
+    assert!(wrk.wait_for_exit(Duration::from_secs(40)).unwrap().success());
     let mut wrk_output = String::new();
     wrk.child().stdout.take().unwrap().read_to_string(&mut wrk_output).unwrap();
     let request_count =
@@ -145,30 +150,30 @@ fn wait_for_wrk(mut wrk: Process) -> Vec<String> {
 }
 
 fn migrate_from_config_line(family: AddressFamily) -> String {
-    format!("migrate_from = \"{}\"\n", family.host_address(baseline_lb::BASELINE_ADDRESS))
+    format!("migrate_from = \"{}\"\n", family.host_address(baseline_lb::BASELINE_LB_ADDRESS))
 }
 
 fn migrate_to_config_line(family: AddressFamily) -> String {
-    format!("migrate_to = \"{}\"\n", family.host_address(baseline_lb::BASELINE_ADDRESS))
+    format!("migrate_to = \"{}\"\n", family.host_address(baseline_lb::BASELINE_LB_ADDRESS))
 }
 
 #[test]
 fn live_pool_migrates_from_ipvs_and_back() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     assert_migration_from_director_and_back("adoptdr", AddressFamily::Ipv4);
 }
 
 #[test]
 fn live_ipv6_pool_migrates_from_ipvs_and_back() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     assert_migration_from_director_and_back("adoptdr6", AddressFamily::Ipv6);
 }
 
 fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily) {
-    let (director, env) = TestEnv::start_behind_baseline(BaselineKind::DirectServerReturn, instance, family);
+    let (director, env) = AdoptionTestEnv::start_behind_baseline(BaselineLbKind::DirectServerReturn, instance, family);
     let wrk_process = env.start_wrk(9);
     let mut connections_before_agents = env.open_connections(40);
-    assert_eq!(env.tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize]);
+    assert_eq!(env.read_tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize]);
 
     // Agents start first, then the load balancer, which gets no packets yet.
     let mut fleet = env.start_fleet(&migrate_from_config_line(family));
@@ -179,7 +184,7 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
     assert_no_connection_broken([&mut connections_before_agents, &mut connections_before_move], "when the VIP moved");
     let mut coreward_connections = env.open_connections(40);
     assert_eq!(coreward_connections.server_numbers().len(), usize::from(SERVER_COUNT));
-    eventually(RELOAD_TIMEOUT, "connections of before pass the director", || {
+    assert_eventually(RELOAD_TIMEOUT, "connections of before pass the director", || {
         env.query_load_balancer_counter(&fleet, "to_other_balancer") > 0
             && env.query_load_balancer_counter(&fleet, "established") > 0
     });
@@ -205,15 +210,15 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
 
 /// Asserts that no connection breaks while the service moves back to a new IPVS director without any state.
 fn assert_migration_to_new_director(
-    env: &TestEnv,
+    env: &AdoptionTestEnv,
     mut fleet: Fleet,
     family: AddressFamily,
-    mut connections_before: [OpenConnections; 2],
+    mut connections_before: [OpenHttpConnections; 2],
 ) {
     let wrk_process = env.start_wrk(9);
-    let _new_director = env.testbed.start_baseline_load_balancer(BaselineKind::DirectServerReturn).unwrap();
+    let _new_director = env.testbed.start_baseline_load_balancer(BaselineLbKind::DirectServerReturn).unwrap();
     env.set_extra_fleet_text_and_wait(&mut fleet, &migrate_to_config_line(family));
-    assert_eq!(env.tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize], "new connections are not stamped");
+    assert_eq!(env.read_tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize], "new connections are not stamped");
     let mut connections_during_handover = env.open_connections(40);
     sleep_ms(500);
     assert_no_connection_broken(connections_before.each_mut(), "while it was handed over");
@@ -233,17 +238,18 @@ fn assert_migration_to_new_director(
         [&mut connections_during_handover, &mut connections_after_handover],
         "when nothing of coreward was left",
     );
-    assert_eq!(env.tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize]);
+    assert_eq!(env.read_tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize]);
 }
 
 #[test]
 fn vip_migrates_from_haproxy_and_back() {
-    skip_if!(missing_testbed_rights());
-    let (_haproxy, env) = TestEnv::start_behind_baseline(BaselineKind::TcpProxy, "adoptproxy", AddressFamily::Ipv4);
+    skip_if!(find_missing_testbed_rights());
+    let (_haproxy, env) =
+        AdoptionTestEnv::start_behind_baseline(BaselineLbKind::TcpProxy, "adoptproxy", AddressFamily::Ipv4);
     let mut haproxy_connections = env.open_connections(40);
     // As with plain DNS, these clients connect to servers' own addresses.
     let server_own_address = SocketAddrV4::new(server_address(1), SERVICE_ADDRESS.port());
-    let mut direct_connections = OpenConnections(
+    let mut direct_connections = OpenHttpConnections(
         env.testbed
             .client()
             .run_within(|| {

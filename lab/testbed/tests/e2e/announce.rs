@@ -5,10 +5,12 @@ use std::fs::{self, File};
 use std::process::{Command, Stdio};
 
 use coreward_testbed::addresses::{FIRST_IPV4_VIP, HOST_DEVICE, load_balancer_address};
-use coreward_testbed::fleet::{FleetOptions, coreward_binary};
-use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Process, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, coreward_binary_path};
+use coreward_testbed::{
+    DEFAULT_TIMEOUT, NetworkNamespace, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if,
+};
 
-use crate::support::{TestEnv, assert_streams_unbroken, eventually, run_command_line};
+use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken, run_command_line};
 
 /// BFD settings for BIRD, with which a neighbour is down after 2 s without a packet. The time is long, because a busy
 /// machine may stop BIRD for more than 500 ms.
@@ -39,19 +41,19 @@ fn load_balancer_bird_config(number: u16) -> String {
     )
 }
 
-fn start_bird(env: &TestEnv, namespace: &Namespace, name: &str, config_text: &str) -> Process {
-    let file_path = |extension: &str| env.testbed.directory().join(format!("bird-{name}.{extension}"));
-    fs::write(file_path("conf"), config_text).unwrap();
-    let log_file = File::create(file_path("log")).unwrap();
+fn start_bird(env: &FleetTestEnv, namespace: &NetworkNamespace, name: &str, config_text: &str) -> TestbedProcess {
+    let bird_file_path = |extension: &str| env.testbed.directory().join(format!("bird-{name}.{extension}"));
+    fs::write(bird_file_path("conf"), config_text).unwrap();
+    let log_file = File::create(bird_file_path("log")).unwrap();
     let mut command = Command::new("/usr/sbin/bird");
-    command.arg("-f").arg("-c").arg(file_path("conf")).arg("-s").arg(file_path("ctl"));
+    command.arg("-f").arg("-c").arg(bird_file_path("conf")).arg("-s").arg(bird_file_path("ctl"));
     command.stdin(Stdio::null()).stdout(log_file.try_clone().unwrap()).stderr(log_file);
     let bird_process = env.testbed.spawn(namespace, command);
     bird_process.expect("BIRD cannot be started: `scripts/install run` installs it")
 }
 
 /// Returns the numbers of the load balancers that are next hops of the router's route to the VIP.
-fn next_hop_load_balancers(env: &TestEnv) -> Vec<u16> {
+fn next_hop_load_balancers(env: &FleetTestEnv) -> Vec<u16> {
     let route_output =
         run_command_line(&env.testbed, env.testbed.ecmp_host(), &format!("ip route show {FIRST_IPV4_VIP}/32"));
     let is_next_hop = |number: &u16| {
@@ -61,9 +63,9 @@ fn next_hop_load_balancers(env: &TestEnv) -> Vec<u16> {
     (1..=2).filter(is_next_hop).collect()
 }
 
-fn start_env() -> TestEnv {
+fn start_env() -> FleetTestEnv {
     let options = TestbedOptions {
-        instance: "announce".to_owned(),
+        instance_name: "announce".to_owned(),
         server_count: 3,
         load_balancer_count: 2,
         router_mtu: Some(1500),
@@ -72,14 +74,18 @@ fn start_env() -> TestEnv {
     // The drain time is a multiple of what BIRD and the router need to withdraw a route. After it the test checks their
     // routes.
     let announce_config = "[announce]\ndrain = \"10s\"\n".to_owned();
-    TestEnv::start(
+    FleetTestEnv::start(
         options,
-        FleetOptions { policy: "rr".to_owned(), extra_load_balancer_text: announce_config, ..FleetOptions::default() },
+        FleetOptions {
+            policy_name: "rr".to_owned(),
+            extra_load_balancer_text: announce_config,
+            ..FleetOptions::default()
+        },
     )
 }
 
 /// Starts BIRD on the router and on both load balancers.
-fn start_birds(env: &TestEnv) -> Vec<Process> {
+fn start_birds(env: &FleetTestEnv) -> Vec<TestbedProcess> {
     let mut bird_processes = vec![start_bird(env, env.testbed.ecmp_host(), "router", &router_bird_config())];
     for number in [1, 2] {
         let lb_namespace = env.testbed.load_balancer(number).unwrap();
@@ -90,20 +96,20 @@ fn start_birds(env: &TestEnv) -> Vec<Process> {
 
 #[test]
 fn announced_load_balancers_join_and_leave_without_breaking_connections() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = start_env();
     let _bird_processes = start_birds(&env);
-    eventually(*DEFAULT_TIMEOUT, "both announce the VIP", || next_hop_load_balancers(&env) == [1, 2]);
+    assert_eventually(*DEFAULT_TIMEOUT, "both announce the VIP", || next_hop_load_balancers(&env) == [1, 2]);
     // Delete the testbed's own route for all VIPs.
     run_command_line(&env.testbed, env.testbed.ecmp_host(), "ip route delete 10.200.0.0/24");
     let stream_client = env.start_streams(100.0);
     env.wait_for_connections(100);
 
     // After a regular stop, packets no longer arrive when the process ends.
-    env.fleet.daemon("lb2").unwrap().terminate(*DEFAULT_TIMEOUT).unwrap();
+    env.fleet.daemon_process("lb2").unwrap().terminate(*DEFAULT_TIMEOUT).unwrap();
     assert_eq!(next_hop_load_balancers(&env), [1]);
     env.fleet.restart_daemon(&env.testbed, "lb2").unwrap();
-    eventually(*DEFAULT_TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
+    assert_eventually(*DEFAULT_TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
 
     // The daemon is killed, but its data plane and announcements continue.
     env.fleet.kill_daemon("lb1").unwrap();
@@ -115,17 +121,17 @@ fn announced_load_balancers_join_and_leave_without_breaking_connections() {
     // The link fails.
     let second_lb = env.testbed.load_balancer(2).unwrap();
     run_command_line(&env.testbed, second_lb, &format!("ip link set {HOST_DEVICE} down"));
-    eventually(*DEFAULT_TIMEOUT, "the router has noticed", || next_hop_load_balancers(&env) == [1]);
+    assert_eventually(*DEFAULT_TIMEOUT, "the router has noticed", || next_hop_load_balancers(&env) == [1]);
     run_command_line(&env.testbed, second_lb, &format!("ip link set {HOST_DEVICE} up"));
-    eventually(*DEFAULT_TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
+    assert_eventually(*DEFAULT_TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
 
     // Taking the load balancer out of service withdraws the VIP first, then detaches the program.
     env.fleet.kill_daemon("lb1").unwrap();
-    let mut detach_command = Command::new(coreward_binary().unwrap());
+    let mut detach_command = Command::new(coreward_binary_path().unwrap());
     detach_command.args(["lb", "--detach", "--config"]).arg(env.testbed.directory().join("lb1.toml"));
     env.testbed.run_command(env.testbed.load_balancer(1).unwrap(), detach_command).unwrap();
     assert_eq!(next_hop_load_balancers(&env), [2]);
-    eventually(*DEFAULT_TIMEOUT, "it forwards connections", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "it forwards connections", || {
         env.query_load_balancer_counter("lb2", "established") > 0
     });
     assert_streams_unbroken(stream_client);

@@ -6,14 +6,16 @@ use std::path::{Path, PathBuf};
 
 use coreward_metrics::table::Component;
 use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, credential_directory, issue_certificate};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
-use coreward_tls::authority::{Authority, DAY, Validity};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
 use coreward_tls::certificate::unix_now;
-use coreward_tls::{Identity, Name, Role};
+use coreward_tls::{FleetIdentity, FleetRole, IdentityName};
 
-use crate::support::{eventually, process_status_field, read_daemon_log, retained_capabilities, send_requests};
+use crate::support::{
+    assert_eventually, process_status_field, read_daemon_log, retained_capability_mask, send_requests,
+};
 
-fn parse_name(name: &str) -> Name {
+fn parse_name(name: &str) -> IdentityName {
     name.parse().unwrap()
 }
 
@@ -25,37 +27,37 @@ fn copy_certificates(source_directory: &Path, target_directory: &Path) {
 
 /// Certificates that differ from the agent's valid certificate in role, name or fleet. Each has its role, name and
 /// fleet, and the messages in the logs of the controller and of the agent.
-const WRONG_CERTIFICATES: [(Role, &str, &str, &str, &str); 5] = [
+const WRONG_CERTIFICATES: [(FleetRole, &str, &str, &str, &str); 5] = [
     (
-        Role::Viewer,
+        FleetRole::Viewer,
         "s1",
         "testbed",
         "reason=\"wrong_role\" error=its certificate is for viewer s1: expected agent or lb",
         "the peer rejects our certificate: wrong fleet, role or name",
     ),
     (
-        Role::Agent,
+        FleetRole::Agent,
         "s2",
         "testbed",
         "reason=\"wrong_name\" error=the certificate is for agent s2, not for agent s1: expected its own name",
         "error=\"the certificate is for agent s2, not for agent s1",
     ),
     (
-        Role::Lb,
+        FleetRole::Lb,
         "lb2",
         "testbed",
         "reason=\"wrong_role\" error=the certificate is for lb lb2: expected agent",
         "error=\"the certificate is for lb lb2: expected agent",
     ),
     (
-        Role::Controller,
+        FleetRole::Controller,
         "c2",
         "testbed",
         "reason=\"wrong_role\" error=its certificate is for controller c2: expected agent or lb",
         "the peer rejects our certificate: wrong fleet, role or name",
     ),
     (
-        Role::Agent,
+        FleetRole::Agent,
         "other",
         "other",
         "reason=\"rejected_by_peer\" error=the peer rejects our certificate",
@@ -63,18 +65,18 @@ const WRONG_CERTIFICATES: [(Role, &str, &str, &str, &str); 5] = [
     ),
 ];
 
-fn expired_validity() -> Validity {
+fn build_expired_validity() -> CertificateValidity {
     let now = unix_now();
-    Validity { not_before: now - 2 * DAY, not_after: now - DAY }
+    CertificateValidity { not_before: now - 2 * DAY, not_after: now - DAY }
 }
 
 /// Issues a certificate by the testbed's authority, and returns the directory of its files.
 fn issue_testbed_certificate(
     testbed: &Testbed,
-    role: Role,
+    role: FleetRole,
     subject_name: &str,
     fleet_name: &str,
-    validity: Validity,
+    validity: CertificateValidity,
 ) -> PathBuf {
     issue_certificate(testbed, role, subject_name, &parse_name(fleet_name), validity).unwrap()
 }
@@ -82,11 +84,11 @@ fn issue_testbed_certificate(
 /// Issues a certificate for the agent by another authority, and returns the directory of its files.
 fn issue_foreign_certificate(testbed: &Testbed) -> PathBuf {
     let foreign_directory = certificate_directory(testbed).join("foreign");
-    let foreign_authority = Authority::init(&foreign_directory, &parse_name("testbed"), 30 * DAY).unwrap();
+    let foreign_authority = CertificateAuthority::init(&foreign_directory, &parse_name("testbed"), 30 * DAY).unwrap();
     let directory = certificate_directory(testbed).join("elsewhere");
-    let agent_identity = Identity { fleet: parse_name("testbed"), role: Role::Agent, name: parse_name("s1") };
+    let agent_identity = FleetIdentity { fleet: parse_name("testbed"), role: FleetRole::Agent, name: parse_name("s1") };
     foreign_authority
-        .issue(&agent_identity, &[], Validity::from_now(DAY))
+        .issue_certificate(&agent_identity, &[], CertificateValidity::from_now(DAY))
         .unwrap()
         .write_files(&directory, &foreign_authority)
         .unwrap();
@@ -98,11 +100,11 @@ fn assert_only_needed_capabilities(fleet: &mut Fleet) {
     for (name, daemon) in
         [("controller", Component::Controller), ("lb1", Component::Lb), ("agent-s1", Component::Agent)]
     {
-        let daemon_pid = fleet.daemon(name).unwrap().pid();
+        let daemon_pid = fleet.daemon_process(name).unwrap().pid();
         for capability_field in ["CapEff:", "CapPrm:", "CapBnd:"] {
             assert_eq!(
                 process_status_field(daemon_pid, capability_field),
-                format!("{:016x}", retained_capabilities(daemon)),
+                format!("{:016x}", retained_capability_mask(daemon)),
                 "{name} {capability_field}"
             );
         }
@@ -115,10 +117,10 @@ fn assert_only_needed_capabilities(fleet: &mut Fleet) {
 fn assert_agent_is_rejected(testbed: &Testbed, fleet: &mut Fleet, directory: &Path, messages: [&str; 2]) {
     fleet.kill_daemon("agent-s1").unwrap();
     let log_lengths = ["controller", "agent-s1"].map(|daemon| read_daemon_log(testbed, daemon, 0).len());
-    copy_certificates(directory, &credential_directory(testbed, Role::Agent, "s1"));
+    copy_certificates(directory, &credential_directory(testbed, FleetRole::Agent, "s1"));
     fleet.restart_daemon(testbed, "agent-s1").unwrap();
     for ((daemon, log_length), message) in ["controller", "agent-s1"].into_iter().zip(log_lengths).zip(messages) {
-        eventually(*DEFAULT_TIMEOUT, message, || read_daemon_log(testbed, daemon, log_length).contains(message));
+        assert_eventually(*DEFAULT_TIMEOUT, message, || read_daemon_log(testbed, daemon, log_length).contains(message));
     }
 }
 
@@ -126,16 +128,16 @@ fn assert_agent_is_rejected(testbed: &Testbed, fleet: &mut Fleet, directory: &Pa
 fn assert_agent_reconnects_with_valid_certificate(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill_daemon("agent-s1").unwrap();
     let agent_log_length = read_daemon_log(testbed, "agent-s1", 0).len();
-    issue_testbed_certificate(testbed, Role::Agent, "s1", "testbed", expired_validity());
+    issue_testbed_certificate(testbed, FleetRole::Agent, "s1", "testbed", build_expired_validity());
     fleet.restart_daemon(testbed, "agent-s1").unwrap();
     // Wait for this message before the files change again. A daemon that starts while its files are written finds a key
     // that does not match the certificate, and ends (a unit restarts it).
     let expiry_message = "the peer rejects our certificate: by the peer's clock it has expired";
-    eventually(*DEFAULT_TIMEOUT, expiry_message, || {
+    assert_eventually(*DEFAULT_TIMEOUT, expiry_message, || {
         read_daemon_log(testbed, "agent-s1", agent_log_length).contains(expiry_message)
     });
-    issue_testbed_certificate(testbed, Role::Agent, "s1", "testbed", Validity::from_now(DAY));
-    eventually(*DEFAULT_TIMEOUT, "the agent is back", || {
+    issue_testbed_certificate(testbed, FleetRole::Agent, "s1", "testbed", CertificateValidity::from_now(DAY));
+    assert_eventually(*DEFAULT_TIMEOUT, "the agent is back", || {
         read_daemon_log(testbed, "agent-s1", agent_log_length).contains("event=\"controller-connected\"")
     });
     fleet.wait_until_ready(testbed).unwrap();
@@ -146,12 +148,12 @@ fn assert_agent_certificate_is_rejected_for_lb(testbed: &Testbed, fleet: &mut Fl
     fleet.kill_daemon("lb1").unwrap();
     let controller_log_length = read_daemon_log(testbed, "controller", 0).len();
     copy_certificates(
-        &credential_directory(testbed, Role::Agent, "s1"),
-        &credential_directory(testbed, Role::Lb, "lb1"),
+        &credential_directory(testbed, FleetRole::Agent, "s1"),
+        &credential_directory(testbed, FleetRole::Lb, "lb1"),
     );
     fleet.restart_daemon(testbed, "lb1").unwrap();
     let rejection_message = "peer=agent s1 at ";
-    eventually(*DEFAULT_TIMEOUT, rejection_message, || {
+    assert_eventually(*DEFAULT_TIMEOUT, rejection_message, || {
         let new_log_lines = read_daemon_log(testbed, "controller", controller_log_length);
         new_log_lines.contains(rejection_message)
             && new_log_lines.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
@@ -160,8 +162,8 @@ fn assert_agent_certificate_is_rejected_for_lb(testbed: &Testbed, fleet: &mut Fl
 
 #[test]
 fn daemons_reject_peers_with_wrong_certificates() {
-    skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "tls".to_owned(), server_count: 1, ..Default::default() };
+    skip_if!(find_missing_testbed_rights());
+    let options = TestbedOptions { instance_name: "tls".to_owned(), server_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = testbed.start_nginx(1).unwrap();
     let mut fleet = Fleet::start(&testbed, FleetOptions { uses_tls: true, ..Default::default() }).unwrap();
@@ -169,7 +171,8 @@ fn daemons_reject_peers_with_wrong_certificates() {
 
     assert_only_needed_capabilities(&mut fleet);
     for (role, subject_name, fleet_name, controller_message, agent_message) in WRONG_CERTIFICATES {
-        let directory = issue_testbed_certificate(&testbed, role, subject_name, fleet_name, Validity::from_now(DAY));
+        let directory =
+            issue_testbed_certificate(&testbed, role, subject_name, fleet_name, CertificateValidity::from_now(DAY));
         assert_agent_is_rejected(&testbed, &mut fleet, &directory, [controller_message, agent_message]);
     }
     assert_agent_is_rejected(
@@ -184,7 +187,7 @@ fn daemons_reject_peers_with_wrong_certificates() {
     assert_agent_is_rejected(
         &testbed,
         &mut fleet,
-        &issue_testbed_certificate(&testbed, Role::Agent, "old", "testbed", expired_validity()),
+        &issue_testbed_certificate(&testbed, FleetRole::Agent, "old", "testbed", build_expired_validity()),
         [
             "reason=\"expired\" error=its certificate has expired",
             "the peer rejects our certificate: by the peer's clock it has expired",

@@ -2,11 +2,11 @@
 
 use coreward_metrics::table::Component;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, unit_capabilities};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{Fleet, FleetOptions, ServerAdminState, systemd_unit_capabilities};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{
-    capability_mask, effective_capabilities, eventually, retained_capabilities, send_requests,
+    assert_eventually, read_effective_capabilities, retained_capability_mask, send_requests, to_capability_mask,
     wait_until_configuration_in_force,
 };
 
@@ -29,9 +29,9 @@ fn assert_unit_capabilities(fleet: &mut Fleet) {
         ("agent-s1", "agent", Component::Agent),
     ];
     for (name, unit, daemon) in daemons_and_units {
-        let retained_mask = retained_capabilities(daemon);
-        assert_eq!(effective_capabilities(fleet.daemon(name).unwrap().pid()), retained_mask, "{name}");
-        let unit_mask = capability_mask(unit_capabilities(unit).unwrap().into_iter().map(parse_capability));
+        let retained_mask = retained_capability_mask(daemon);
+        assert_eq!(read_effective_capabilities(fleet.daemon_process(name).unwrap().pid()), retained_mask, "{name}");
+        let unit_mask = to_capability_mask(systemd_unit_capabilities(unit).unwrap().into_iter().map(parse_capability));
         assert_eq!(retained_mask & !unit_mask, 0, "{name} keeps more than its unit leaves it");
     }
 }
@@ -42,7 +42,7 @@ fn query_first_server_status(fleet: &Fleet, testbed: &Testbed) -> serde_json::Va
     status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
 }
 
-fn server_warnings(fleet: &Fleet, testbed: &Testbed) -> Vec<String> {
+fn query_server_warnings(fleet: &Fleet, testbed: &Testbed) -> Vec<String> {
     let warnings: Vec<String> =
         serde_json::from_value(query_first_server_status(fleet, testbed)["warnings"].clone()).unwrap();
     // This warning is normal on a small machine.
@@ -51,8 +51,8 @@ fn server_warnings(fleet: &Fleet, testbed: &Testbed) -> Vec<String> {
 
 #[test]
 fn daemons_work_with_only_the_capabilities_of_their_units() {
-    skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "confined".to_owned(), server_count: 2, ..Default::default() };
+    skip_if!(find_missing_testbed_rights());
+    let options = TestbedOptions { instance_name: "confined".to_owned(), server_count: 2, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx_servers: Vec<_> =
         testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
@@ -65,26 +65,28 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
     assert_unit_capabilities(&mut fleet);
     // Workers' sockets are found, connections are steered to them, UDP requests are dispatched to them, and no daemon
     // warns.
-    eventually(*DEFAULT_TIMEOUT, "the agent dispatches to both workers", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the agent dispatches to both workers", || {
         let dispatch_workers = query_first_server_status(&fleet, &testbed)["dispatched_services"][0]["workers"]
             .as_array()
             .cloned()
             .unwrap_or_default();
         dispatch_workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
     });
-    eventually(*DEFAULT_TIMEOUT, "the agent has no warnings", || server_warnings(&fleet, &testbed).is_empty());
+    assert_eventually(*DEFAULT_TIMEOUT, "the agent has no warnings", || {
+        query_server_warnings(&fleet, &testbed).is_empty()
+    });
     // Send more requests, because earlier connections may have arrived before the agent found the workers.
-    eventually(*DEFAULT_TIMEOUT, "connections were steered", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "connections were steered", || {
         send_requests(&testbed, 2);
         query_first_server_status(&fleet, &testbed)["counters"]["steered"].as_u64().unwrap() > 0
     });
     // Agents may have to forward packets to a draining server, so they must resolve its address by ARP.
     let mut pool = fleet.server_pool().clone();
-    pool.insert(2, AdminState::Draining);
-    fleet.set_pool(&testbed, pool).unwrap();
+    pool.insert(2, ServerAdminState::Draining);
+    fleet.set_server_pool(&testbed, pool).unwrap();
     wait_until_configuration_in_force(&fleet, &testbed);
-    eventually(*DEFAULT_TIMEOUT, "the agent has found the other server", || {
-        server_warnings(&fleet, &testbed).is_empty()
+    assert_eventually(*DEFAULT_TIMEOUT, "the agent has found the other server", || {
+        query_server_warnings(&fleet, &testbed).is_empty()
     });
     // A new process takes over the pins, and detach removes them.
     for name in ["lb1", "agent-s1"] {

@@ -3,35 +3,35 @@
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 
-use coreward_model::consistency::Consistency;
+use coreward_model::consistency::ConsistencyMode;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::FleetOptions;
-use coreward_testbed::stream::{PACKET_BYTES, StreamRequest, content_byte};
-use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::stream::{STREAM_PACKET_BYTES, StreamRequest, stream_content_byte};
+use coreward_testbed::{DEFAULT_TIMEOUT, NetworkNamespace, TestbedOptions, find_missing_testbed_rights, skip_if};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::support::{TestEnv, eventually, sleep_ms};
+use crate::support::{FleetTestEnv, assert_eventually, sleep_ms};
 
-fn start_env(instance: &str) -> TestEnv {
-    let options = TestbedOptions { instance: instance.to_owned(), server_count: 2, ..TestbedOptions::default() };
+fn start_env(instance: &str) -> FleetTestEnv {
+    let options = TestbedOptions { instance_name: instance.to_owned(), server_count: 2, ..TestbedOptions::default() };
     let fleet_options = FleetOptions {
-        consistency: Consistency::Stateful,
-        policy: "rr".to_owned(),
+        consistency: ConsistencyMode::Stateful,
+        policy_name: "rr".to_owned(),
         extra_load_balancer_text: "connection_timers = { idle = \"2s\", closing = \"1s\" }\n".to_owned(),
         ..FleetOptions::default()
     };
-    TestEnv::start(options, fleet_options)
+    FleetTestEnv::start(options, fleet_options)
 }
 
-fn open_connection(env: &TestEnv) -> TcpStream {
+fn open_connection(env: &FleetTestEnv) -> TcpStream {
     env.testbed.client().run_within(|| Ok(TcpStream::connect(SERVICE_ADDRESS)?)).unwrap()
 }
 
 /// Returns the number of connections that `coreward connections` shows.
-fn count_connections(env: &TestEnv) -> usize {
+fn count_connections(env: &FleetTestEnv) -> usize {
     let directory = env.testbed.load_balancer_pin_directory(1);
-    let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_binary().unwrap());
+    let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_binary_path().unwrap());
     command.args(["connections", "--service", "web0", "--pin-directory"]).arg(directory);
     let connections_output = env.testbed.run_command(env.testbed.load_balancer(1).unwrap(), command).unwrap().stdout;
     let connections_output = String::from_utf8(connections_output).unwrap();
@@ -42,13 +42,13 @@ fn count_connections(env: &TestEnv) -> usize {
 
 #[test]
 fn silent_connection_is_kept_and_closed_connections_are_freed() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let env = start_env("silent");
     let mut silent_connection = open_connection(&env);
     let closed_connections: Vec<TcpStream> = (0..5).map(|_| open_connection(&env)).collect();
-    eventually(*DEFAULT_TIMEOUT, "six connections", || count_connections(&env) == 6);
+    assert_eventually(*DEFAULT_TIMEOUT, "six connections", || count_connections(&env) == 6);
     drop(closed_connections);
-    eventually(*DEFAULT_TIMEOUT, "the closed ones are freed", || count_connections(&env) == 1);
+    assert_eventually(*DEFAULT_TIMEOUT, "the closed ones are freed", || count_connections(&env) == 1);
     // The connection has been idle for several times `idle`, but its server was queried and still has the connection.
     sleep_ms(5_000);
     assert_eq!(count_connections(&env), 1);
@@ -58,21 +58,21 @@ fn silent_connection_is_kept_and_closed_connections_are_freed() {
     let request = StreamRequest { content_seed: 7.into(), packet_count: 4_000.into(), duration_us: 4_000_000.into() };
     silent_connection.set_read_timeout(Some(*DEFAULT_TIMEOUT)).unwrap();
     silent_connection.write_all(request.as_bytes()).unwrap();
-    let mut response_bytes = vec![0; 4 * PACKET_BYTES];
+    let mut response_bytes = vec![0; 4 * STREAM_PACKET_BYTES];
     silent_connection.read_exact(&mut response_bytes).unwrap();
-    assert!((0..).zip(&response_bytes).all(|(position, byte)| content_byte(7, position) == *byte));
-    eventually(*DEFAULT_TIMEOUT, "its packets go by the table", || {
+    assert!((0..).zip(&response_bytes).all(|(position, byte)| stream_content_byte(7, position) == *byte));
+    assert_eventually(*DEFAULT_TIMEOUT, "its packets go by the table", || {
         env.query_load_balancer_counter("lb1", "connection_table") > table_hit_packet_count
     });
     drop(silent_connection);
-    eventually(*DEFAULT_TIMEOUT, "nothing is left", || count_connections(&env) == 0);
+    assert_eventually(*DEFAULT_TIMEOUT, "nothing is left", || count_connections(&env) == 0);
 }
 
 /// Address of a client that gets no answers, because no machine has a route to it.
 const UNREACHABLE_CLIENT_ADDRESS: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 9, 9), 0);
 
 /// Sends a SYN to the service, without completing the handshake.
-fn send_lone_syn(client: &Namespace) {
+fn send_lone_syn(client: &NetworkNamespace) {
     let send_result = client.run_within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         // Transparent mode is necessary, because no device has the address.
@@ -86,12 +86,12 @@ fn send_lone_syn(client: &Namespace) {
 
 #[test]
 fn half_open_connections_are_freed_without_a_controller() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = start_env("halves");
     let _open_connection = open_connection(&env);
-    eventually(*DEFAULT_TIMEOUT, "a connection", || count_connections(&env) == 1);
+    assert_eventually(*DEFAULT_TIMEOUT, "a connection", || count_connections(&env) == 1);
     env.fleet.kill_daemon("controller").unwrap();
     (0..20).for_each(|_| send_lone_syn(env.testbed.client()));
-    eventually(*DEFAULT_TIMEOUT, "twenty half-open ones", || count_connections(&env) == 21);
-    eventually(*DEFAULT_TIMEOUT, "they are freed, and no other", || count_connections(&env) == 1);
+    assert_eventually(*DEFAULT_TIMEOUT, "twenty half-open ones", || count_connections(&env) == 21);
+    assert_eventually(*DEFAULT_TIMEOUT, "they are freed, and no other", || count_connections(&env) == 1);
 }

@@ -4,28 +4,28 @@
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 
-use coreward_model::consistency::{Consistency, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::container::{CONTAINER_RESPONSE_BODY, Container};
-use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::container::{CONTAINER_RESPONSE_BODY, ServiceContainer};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually};
+use crate::support::{FleetTestEnv, assert_eventually};
 
 /// Number of connections in a test. With this number, no connection is in a bucket of the third server in only one of
 /// 10^10 runs ((2/3)^60).
 const CONNECTION_COUNT: usize = 60;
 
 struct ContainerEnv {
-    _containers: Vec<Container>,
-    env: TestEnv,
+    _containers: Vec<ServiceContainer>,
+    env: FleetTestEnv,
 }
 
 impl ContainerEnv {
     fn start(instance: &str, options: FleetOptions) -> Self {
         let testbed_options =
-            TestbedOptions { instance: instance.to_owned(), server_count: 3, ..TestbedOptions::default() };
-        let env = TestEnv::start(testbed_options, FleetOptions { policy: "hash".to_owned(), ..options });
+            TestbedOptions { instance_name: instance.to_owned(), server_count: 3, ..TestbedOptions::default() };
+        let env = FleetTestEnv::start(testbed_options, FleetOptions { policy_name: "hash".to_owned(), ..options });
         let start_container = |server| {
             let container = env.testbed.start_container(server).unwrap();
             container.set_sysctl(&env.testbed, "net.ipv4.tcp_timestamps", 2).unwrap();
@@ -33,7 +33,7 @@ impl ContainerEnv {
         };
         let running_containers = (1..=3).map(start_container).collect();
         let container_env = Self { _containers: running_containers, env };
-        eventually(*DEFAULT_TIMEOUT, "every container answers", || {
+        assert_eventually(*DEFAULT_TIMEOUT, "every container answers", || {
             (0..20).all(|_| container_env.query_container().is_ok())
         });
         container_env
@@ -64,7 +64,7 @@ impl ContainerEnv {
     /// Removes server 3 and adds it again, which moves a third of the buckets to it.
     fn move_buckets_to_third_server(&mut self) {
         self.env.set_admin_state(3, None);
-        self.env.set_admin_state(3, Some(AdminState::Active));
+        self.env.set_admin_state(3, Some(ServerAdminState::Active));
     }
 
     fn has_warning(&self, warning_text: &str) -> bool {
@@ -75,7 +75,7 @@ impl ContainerEnv {
 
 #[test]
 fn connections_to_containers_survive_a_bucket_change() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut container_env = ContainerEnv::start("dnat", FleetOptions::default());
     for timestamps in ["0", "1"] {
         container_env.set_client_timestamps(timestamps);
@@ -93,11 +93,11 @@ fn connections_to_containers_survive_a_bucket_change() {
 
 #[test]
 fn modes_that_need_host_sockets_are_reported_for_containers() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let modes_and_warnings = [
-        ("dnatbeamer", Consistency::Beamer, TimestampOrigin::Server, "bucket changes hands (`consistency"),
-        ("dnatoff", Consistency::Stateless, TimestampOrigin::Off, "connections without a flow-table entry"),
-        ("dnattable", Consistency::Stateful, TimestampOrigin::Server, "connections are stateless"),
+        ("dnatbeamer", ConsistencyMode::Beamer, TimestampOrigin::Server, "bucket changes hands (`consistency"),
+        ("dnatoff", ConsistencyMode::Stateless, TimestampOrigin::Off, "connections without a flow-table entry"),
+        ("dnattable", ConsistencyMode::Stateful, TimestampOrigin::Server, "connections are stateless"),
     ];
     for (instance, consistency, timestamps, warning) in modes_and_warnings {
         let mut container_env =
@@ -110,9 +110,11 @@ fn modes_that_need_host_sockets_are_reported_for_containers() {
             connection_errors.len(),
             connection_errors[0]
         );
-        eventually(*DEFAULT_TIMEOUT, warning, || container_env.has_warning(warning));
-        if consistency == Consistency::Stateful {
-            eventually(*DEFAULT_TIMEOUT, "cookies hold ids", || container_env.env.sum_counter("established") > 0);
+        assert_eventually(*DEFAULT_TIMEOUT, warning, || container_env.has_warning(warning));
+        if consistency == ConsistencyMode::Stateful {
+            assert_eventually(*DEFAULT_TIMEOUT, "cookies hold ids", || {
+                container_env.env.sum_counter("established") > 0
+            });
             assert_eq!(container_env.env.sum_counter("connection_table"), 0, "an index could not be restored");
         }
     }

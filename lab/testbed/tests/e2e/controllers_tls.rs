@@ -6,16 +6,16 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use coreward_etcd::local::{ClientTls, LocalMember};
+use coreward_etcd::local::{ClientTlsFiles, LocalEtcdMember};
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
-use coreward_testbed::fleet::{certificate_directory, controller_address_of, coreward_binary};
-use coreward_testbed::process::Process;
-use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
-use coreward_tls::authority::{Authority, DAY, Validity};
-use coreward_tls::{CredentialFiles, Identity, Role, read_certificates};
+use coreward_testbed::fleet::{certificate_directory, controller_address_of, coreward_binary_path};
+use coreward_testbed::process::TestbedProcess;
+use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
+use coreward_tls::{CredentialFiles, FleetIdentity, FleetRole, read_certificates};
 use nix::sys::signal::Signal;
 
-use crate::support::eventually;
+use crate::support::assert_eventually;
 
 /// Maximum time until another controller becomes the leader, a multiple of the lease's duration for slow machines.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
@@ -26,37 +26,37 @@ const FLEET_DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80
                         \"10.1.1.2\"\n";
 
 /// Testbed with etcd and certificates for controllers. The fields are dropped in this order, the testbed last.
-struct TestEnv {
-    _etcd_process: Process,
-    etcd_member: LocalMember,
+struct ControllersTlsEnv {
+    _etcd_process: TestbedProcess,
+    etcd_member: LocalEtcdMember,
     operator_credentials: CredentialFiles,
     testbed: Testbed,
 }
 
-fn create_authority(directory: &Path) -> Authority {
-    Authority::init(directory, &"testbed".parse().unwrap(), 30 * DAY).unwrap()
+fn create_authority(directory: &Path) -> CertificateAuthority {
+    CertificateAuthority::init(directory, &"testbed".parse().unwrap(), 30 * DAY).unwrap()
 }
 
 fn issue_certificate(
-    authority: &Authority,
+    authority: &CertificateAuthority,
     directory: &Path,
-    role: Role,
+    role: FleetRole,
     name: &str,
     address: Option<&str>,
 ) -> CredentialFiles {
-    let identity = Identity { fleet: "testbed".parse().unwrap(), role, name: name.parse().unwrap() };
+    let identity = FleetIdentity { fleet: "testbed".parse().unwrap(), role, name: name.parse().unwrap() };
     let certificate_addresses: Vec<String> = address.into_iter().map(str::to_owned).collect();
     let bundle_directory = directory.join(format!("{role}-{name}"));
     authority
-        .issue(&identity, &certificate_addresses, Validity::from_now(DAY))
+        .issue_certificate(&identity, &certificate_addresses, CertificateValidity::from_now(DAY))
         .unwrap()
         .write_files(&bundle_directory, authority)
         .unwrap();
-    let file_path = |name: &str| bundle_directory.join(name);
+    let bundle_file_path = |name: &str| bundle_directory.join(name);
     CredentialFiles {
-        ca_path: file_path("ca.crt"),
-        certificate_path: file_path("own.crt"),
-        key_path: file_path("own.key"),
+        ca_path: bundle_file_path("ca.crt"),
+        certificate_path: bundle_file_path("own.crt"),
+        key_path: bundle_file_path("own.key"),
     }
 }
 
@@ -70,42 +70,44 @@ fn controller_api_url(number: u16) -> String {
     format!("https://{CONTROLLER_ADDRESS}:{}", 7410 + number)
 }
 
-impl TestEnv {
+impl ControllersTlsEnv {
     fn start(instance: &str) -> Self {
-        let options = TestbedOptions { instance: instance.to_owned(), server_count: 1, ..Default::default() };
+        let options = TestbedOptions { instance_name: instance.to_owned(), server_count: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
         let directory = certificate_directory(&testbed);
         let authority = create_authority(&directory);
         let controller_address = CONTROLLER_ADDRESS.to_string();
         let etcd_credentials =
-            issue_certificate(&authority, &directory, Role::Controller, "etcd1", Some(&controller_address));
+            issue_certificate(&authority, &directory, FleetRole::Controller, "etcd1", Some(&controller_address));
         for name in ["c1", "c2", "c3"] {
-            issue_certificate(&authority, &directory, Role::Controller, name, Some(&controller_address));
+            issue_certificate(&authority, &directory, FleetRole::Controller, name, Some(&controller_address));
         }
-        let operator_credentials = issue_certificate(&authority, &directory, Role::Operator, "ann", None);
-        let [member] = &LocalMember::local_cluster_members(1, CONTROLLER_ADDRESS.into(), 2379)[..] else {
+        let operator_credentials = issue_certificate(&authority, &directory, FleetRole::Operator, "ann", None);
+        let [member] = &LocalEtcdMember::local_cluster_members(1, CONTROLLER_ADDRESS.into(), 2379)[..] else {
             unreachable!("one")
         };
         let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = etcd_credentials;
-        let client_tls = ClientTls { ca_file: ca, certificate_file: certificate, key_file: key };
-        let command = member.secure_start_command(std::slice::from_ref(member), &testbed.directory(), &client_tls);
+        let client_tls = ClientTlsFiles { ca_file: ca, certificate_file: certificate, key_file: key };
+        let command =
+            member.build_secure_start_command(std::slice::from_ref(member), &testbed.directory(), &client_tls);
         let spawn_result = testbed.spawn(testbed.controller(), command);
         let etcd_process = spawn_result.expect("etcd cannot be started: `scripts/install run` installs it");
         Self { _etcd_process: etcd_process, etcd_member: member.clone(), operator_credentials, testbed }
     }
 
-    fn credential_files(&self, role: Role, name: &str) -> CredentialFiles {
-        let file_path = |file: &str| certificate_directory(&self.testbed).join(format!("{role}-{name}")).join(file);
+    fn credential_file_paths(&self, role: FleetRole, name: &str) -> CredentialFiles {
+        let credential_file_path =
+            |file: &str| certificate_directory(&self.testbed).join(format!("{role}-{name}")).join(file);
         CredentialFiles {
-            ca_path: file_path("ca.crt"),
-            certificate_path: file_path("own.crt"),
-            key_path: file_path("own.key"),
+            ca_path: credential_file_path("ca.crt"),
+            certificate_path: credential_file_path("own.crt"),
+            key_path: credential_file_path("own.key"),
         }
     }
 
     fn write_controller_config(&self, name: &str, number: u16, extra_config: &str) -> PathBuf {
         let config_path = self.testbed.directory().join(format!("{name}.toml"));
-        let own_tls_table = tls_config_table(&self.credential_files(Role::Controller, &format!("c{number}")));
+        let own_tls_table = tls_config_table(&self.credential_file_paths(FleetRole::Controller, &format!("c{number}")));
         let (listen, api) = (controller_address_of(number), controller_api_url(number).replace("https://", ""));
         fs::write(
             &config_path,
@@ -133,16 +135,16 @@ impl TestEnv {
         self.write_controller_config(name, number, &etcd_config)
     }
 
-    fn start_controller(&self, config_path: &Path) -> Process {
+    fn start_controller(&self, config_path: &Path) -> TestbedProcess {
         let log_file = File::options().create(true).append(true).open(config_path.with_extension("log")).unwrap();
-        let mut command = Command::new(coreward_binary().unwrap());
+        let mut command = Command::new(coreward_binary_path().unwrap());
         command.arg("controller").arg("--config").arg(config_path);
         command.stdin(Stdio::null()).stdout(log_file.try_clone().unwrap()).stderr(log_file);
         self.testbed.spawn(self.testbed.controller(), command).unwrap()
     }
 
     fn run_coreward(&self, arguments: &[&str]) -> Result<String, String> {
-        let mut command = Command::new(coreward_binary().unwrap());
+        let mut command = Command::new(coreward_binary_path().unwrap());
         command.args(arguments);
         let output = self.testbed.run_command(self.testbed.controller(), command);
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
@@ -151,7 +153,10 @@ impl TestEnv {
     /// Runs `coreward doctor`, which must find a fault, and returns its output.
     fn run_failing_doctor(&self, config_path: &Path) -> String {
         let mut command = Command::new("sh");
-        command.args(["-c", "\"$0\" doctor --config \"$1\" || true"]).arg(coreward_binary().unwrap()).arg(config_path);
+        command
+            .args(["-c", "\"$0\" doctor --config \"$1\" || true"])
+            .arg(coreward_binary_path().unwrap())
+            .arg(config_path);
         String::from_utf8(self.testbed.run_command(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
@@ -199,9 +204,9 @@ impl TestEnv {
 }
 
 /// Waits until all followers name the leader and the address of its API. Returns the leader's number.
-fn wait_until_followers_name_leader(env: &TestEnv, controller_numbers: &[u16]) -> u16 {
+fn wait_until_followers_name_leader(env: &ControllersTlsEnv, controller_numbers: &[u16]) -> u16 {
     let mut leader_number = 0;
-    eventually(TAKEOVER_TIMEOUT, "the others name the leader", || {
+    assert_eventually(TAKEOVER_TIMEOUT, "the others name the leader", || {
         let Some((leader, rejections)) = env.query_leader_and_rejections(controller_numbers) else { return false };
         leader_number = leader;
         let expected_hint =
@@ -213,9 +218,9 @@ fn wait_until_followers_name_leader(env: &TestEnv, controller_numbers: &[u16]) -
 
 /// Asserts that a follower rejects the operator's certificate while it is revoked.
 fn assert_follower_rejects_revoked_certificate(
-    env: &TestEnv,
+    env: &ControllersTlsEnv,
     follower_number: u16,
-    follower: &Process,
+    follower: &TestbedProcess,
     config_path: &Path,
 ) {
     let text = fs::read_to_string(config_path).unwrap();
@@ -227,16 +232,16 @@ fn assert_follower_rejects_revoked_certificate(
     let is_operator_revoked =
         || env.run_as_operator(&[follower_number], &["status"]).is_err_and(|error| error.contains("revoked"));
     write_and_reload(&format!("revoked_certificates = [\"{operator_fingerprint}\"]\n{text}"));
-    eventually(TAKEOVER_TIMEOUT, "it is rejected", is_operator_revoked);
+    assert_eventually(TAKEOVER_TIMEOUT, "it is rejected", is_operator_revoked);
     write_and_reload(&text);
-    eventually(TAKEOVER_TIMEOUT, "it is no longer rejected", || !is_operator_revoked());
+    assert_eventually(TAKEOVER_TIMEOUT, "it is no longer rejected", || !is_operator_revoked());
 }
 
 /// Waits for the answer of a leader, and returns the names of the servers that were drained by `coreward drain`.
-fn wait_for_drained_servers(env: &TestEnv, controller_numbers: &[u16]) -> Vec<String> {
+fn wait_for_drained_servers(env: &ControllersTlsEnv, controller_numbers: &[u16]) -> Vec<String> {
     // Repeat the query, because the test compares only leaders' answers.
     let mut drained_servers = None;
-    eventually(TAKEOVER_TIMEOUT, "a leader answers", || {
+    assert_eventually(TAKEOVER_TIMEOUT, "a leader answers", || {
         drained_servers = env.query_servers_drained_by_command(controller_numbers);
         drained_servers.is_some()
     });
@@ -246,8 +251,8 @@ fn wait_for_drained_servers(env: &TestEnv, controller_numbers: &[u16]) -> Vec<St
 /// Asserts that the state cannot be copied from etcd while controllers run. Then stops the controllers, and copies the
 /// state to the store of a single controller.
 fn copy_state_from_etcd_to_store(
-    env: &TestEnv,
-    controllers: &mut [Option<Process>],
+    env: &ControllersTlsEnv,
+    controllers: &mut [Option<TestbedProcess>],
     etcd_config_path: &Path,
     store_config_path: &Path,
 ) {
@@ -263,7 +268,7 @@ fn copy_state_from_etcd_to_store(
 
 /// Asserts that `--controller-name` selects the name that the controller's certificate must have. The option is for a
 /// tunnel, or for a host that the certificate does not name.
-fn assert_controller_name_is_verified(env: &TestEnv) {
+fn assert_controller_name_is_verified(env: &ControllersTlsEnv) {
     let name_option = ["--controller-name", "c1"];
     env.run_as_operator(&[1], &[&["fleet", "show"][..], &name_option].concat()).unwrap();
     let wrong_name_error = env.run_as_operator(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
@@ -273,14 +278,16 @@ fn assert_controller_name_is_verified(env: &TestEnv) {
 
 /// Starts a single controller with a drained server, and replaces it by several controllers, which get its state.
 fn replace_single_controller(
-    env: &TestEnv,
+    env: &ControllersTlsEnv,
     store_config_path: &Path,
     etcd_config_paths: &[PathBuf],
-) -> Vec<Option<Process>> {
+) -> Vec<Option<TestbedProcess>> {
     let [store_config, etcd_config] =
         [store_config_path, etcd_config_paths[0].as_path()].map(|path| path.to_str().unwrap());
     let mut single_controller = env.start_controller(store_config_path);
-    eventually(TAKEOVER_TIMEOUT, "the document is in force", || env.apply_document(&[1], FLEET_DOCUMENT).is_ok());
+    assert_eventually(TAKEOVER_TIMEOUT, "the document is in force", || {
+        env.apply_document(&[1], FLEET_DOCUMENT).is_ok()
+    });
     env.run_as_operator(&[1], &["drain", "s1", "--force"]).unwrap();
     assert_eq!(env.query_servers_drained_by_command(&[1]).unwrap(), ["s1"]);
     assert!(single_controller.terminate(EXIT_TIMEOUT).unwrap().success());
@@ -292,38 +299,38 @@ fn replace_single_controller(
 
 /// Kills the leader. Asserts that the next leader accepts a change, and has the drains of both servers.
 fn assert_drains_outlive_leader(
-    env: &TestEnv,
+    env: &ControllersTlsEnv,
     controller_numbers: &[u16],
-    mut leader: Process,
+    mut leader: TestbedProcess,
     changed_document: &str,
 ) {
     leader.send_signal(Signal::SIGKILL).unwrap();
-    leader.wait(EXIT_TIMEOUT).unwrap();
-    eventually(TAKEOVER_TIMEOUT, "the next one takes a change", || {
+    leader.wait_for_exit(EXIT_TIMEOUT).unwrap();
+    assert_eventually(TAKEOVER_TIMEOUT, "the next one takes a change", || {
         env.apply_document(controller_numbers, changed_document).is_ok()
     });
     assert_eq!(wait_for_drained_servers(env, controller_numbers), ["s1", "s2"]);
-    eventually(TAKEOVER_TIMEOUT, "s2 is undrained", || {
+    assert_eventually(TAKEOVER_TIMEOUT, "s2 is undrained", || {
         env.run_as_operator(controller_numbers, &["undrain", "s2"]).is_ok()
     });
 }
 
 #[test]
 fn commands_find_leader_and_drains_survive_its_death() {
-    skip_if!(missing_testbed_rights());
-    let env = TestEnv::start("ctltls");
+    skip_if!(find_missing_testbed_rights());
+    let env = ControllersTlsEnv::start("ctltls");
     let controller_numbers = [1, 2, 3];
     let store_config_path = env.write_store_config();
     let etcd_config_paths = controller_numbers.map(|number| {
-        let own_credentials = env.credential_files(Role::Controller, &format!("c{number}"));
+        let own_credentials = env.credential_file_paths(FleetRole::Controller, &format!("c{number}"));
         env.write_etcd_config(&format!("c{number}"), number, &own_credentials)
     });
 
     let mut controller_processes = replace_single_controller(&env, &store_config_path, &etcd_config_paths);
-    eventually(TAKEOVER_TIMEOUT, "the drain came along", || {
+    assert_eventually(TAKEOVER_TIMEOUT, "the drain came along", || {
         env.query_servers_drained_by_command(&controller_numbers) == Some(vec!["s1".to_owned()])
     });
-    eventually(TAKEOVER_TIMEOUT, "s2 is drained", || {
+    assert_eventually(TAKEOVER_TIMEOUT, "s2 is drained", || {
         env.run_as_operator(&controller_numbers, &["drain", "s2", "--force"]).is_ok()
     });
 
@@ -338,13 +345,13 @@ fn commands_find_leader_and_drains_survive_its_death() {
     assert_drains_outlive_leader(&env, &controller_numbers, leader, &changed_document);
     let other_controllers: Vec<u16> =
         controller_numbers.into_iter().filter(|number| *number != leader_number).collect();
-    eventually(TAKEOVER_TIMEOUT, "one of the others leads", || {
+    assert_eventually(TAKEOVER_TIMEOUT, "one of the others leads", || {
         env.query_leader_and_rejections(&other_controllers).is_some()
     });
 
     copy_state_from_etcd_to_store(&env, &mut controller_processes, &etcd_config_paths[0], &store_config_path);
     let _single_controller = env.start_controller(&store_config_path);
-    eventually(TAKEOVER_TIMEOUT, "the drain is there still", || {
+    assert_eventually(TAKEOVER_TIMEOUT, "the drain is there still", || {
         env.query_servers_drained_by_command(&[1]) == Some(vec!["s1".to_owned()])
     });
     let shown_document = env.run_as_operator(&[1], &["fleet", "show"]).unwrap();
@@ -358,7 +365,7 @@ fn read_controller_log(config_path: &Path) -> String {
 
 /// Asserts that a controller with this configuration and `coreward doctor` report the reason for which the controller
 /// and etcd reject each other.
-fn assert_rejection_is_reported(env: &TestEnv, config_path: &Path, expected_reason: &str) {
+fn assert_rejection_is_reported(env: &ControllersTlsEnv, config_path: &Path, expected_reason: &str) {
     let etcd_endpoint = env.etcd_member.secure_endpoint();
     let mut controller = env.start_controller(config_path);
     let is_reported = || {
@@ -367,7 +374,7 @@ fn assert_rejection_is_reported(env: &TestEnv, config_path: &Path, expected_reas
             && log_text.contains(&etcd_endpoint)
             && log_text.contains(expected_reason)
     };
-    eventually(TAKEOVER_TIMEOUT, expected_reason, is_reported);
+    assert_eventually(TAKEOVER_TIMEOUT, expected_reason, is_reported);
     assert!(controller.terminate(EXIT_TIMEOUT).unwrap().success(), "{}", read_controller_log(config_path));
     let doctor_output = env.run_failing_doctor(config_path);
     assert!(doctor_output.contains(expected_reason), "{doctor_output}");
@@ -375,12 +382,12 @@ fn assert_rejection_is_reported(env: &TestEnv, config_path: &Path, expected_reas
 
 #[test]
 fn controller_rejected_by_etcd_reports_the_reason() {
-    skip_if!(missing_testbed_rights());
-    let env = TestEnv::start("ctldenied");
+    skip_if!(find_missing_testbed_rights());
+    let env = ControllersTlsEnv::start("ctldenied");
     let foreign_directory = certificate_directory(&env.testbed).join("elsewhere");
     let foreign_credentials =
-        issue_certificate(&create_authority(&foreign_directory), &foreign_directory, Role::Controller, "c1", None);
-    let own_credentials = env.credential_files(Role::Controller, "c1");
+        issue_certificate(&create_authority(&foreign_directory), &foreign_directory, FleetRole::Controller, "c1", None);
+    let own_credentials = env.credential_file_paths(FleetRole::Controller, "c1");
     let credentials_untrusted_by_etcd =
         CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() };
     let credentials_distrusting_etcd =
@@ -399,10 +406,10 @@ fn controller_rejected_by_etcd_reports_the_reason() {
         &CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() },
     );
     let _controller = env.start_controller(&config_path);
-    eventually(TAKEOVER_TIMEOUT, "it is rejected", || {
+    assert_eventually(TAKEOVER_TIMEOUT, "it is rejected", || {
         read_controller_log(&config_path).contains("etcd rejects our certificate")
     });
     fs::copy(&own_credentials.certificate_path, &foreign_credentials.certificate_path).unwrap();
     fs::copy(&own_credentials.key_path, &foreign_credentials.key_path).unwrap();
-    eventually(TAKEOVER_TIMEOUT, "it leads", || env.run_as_operator(&[1], &["fleet", "show"]).is_ok());
+    assert_eventually(TAKEOVER_TIMEOUT, "it leads", || env.run_as_operator(&[1], &["fleet", "show"]).is_ok());
 }

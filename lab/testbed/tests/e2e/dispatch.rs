@@ -2,12 +2,12 @@
 //! configuration file to `coreward status`.
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{Fleet, FleetOptions, build_operator_command};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, find_missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::support::eventually;
+use crate::support::assert_eventually;
 use crate::support::load::{start_load_generator, wait_for_report};
 
 fn dispatch_config(testbed: &Testbed, policy: &str) -> String {
@@ -64,7 +64,7 @@ fn run_load_without_loss(testbed: &Testbed, load_options: &str) -> anyhow::Resul
 
 #[test]
 fn agent_applies_its_dispatch_configuration() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tdispatch")?;
     let server_options = ["--workers", "4", "--paced", "--service-us", "GET=300"];
     let server =
@@ -72,17 +72,17 @@ fn agent_applies_its_dispatch_configuration() -> anyhow::Result<()> {
     let agent_config = dispatch_config(&testbed, "jsq");
     let mut fleet = Fleet::start(&testbed, FleetOptions { extra_agent_text: agent_config, ..FleetOptions::default() })?;
     // The load generator sends requests to the server directly, without the load balancer.
-    eventually(*DEFAULT_TIMEOUT, "four workers get requests", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "four workers get requests", || {
         count_eligible_workers(&query_dispatch_status(&fleet, &testbed)) == 4
     });
     let load_report = run_load_without_loss(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?;
-    eventually(*DEFAULT_TIMEOUT, "the agent reports that all are answered", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the agent reports that all are answered", || {
         sum_over_workers(&query_dispatch_status(&fleet, &testbed), "completed")
             == load_report["requests"].as_u64().unwrap()
     });
     let dispatched_services = query_dispatch_status(&fleet, &testbed);
     assert_workers_answered_all_requests(&dispatched_services, &server.worker_pids());
-    let status_command = operator_command(&testbed, &["status"])?;
+    let status_command = build_operator_command(&testbed, &["status"])?;
     let text = String::from_utf8(testbed.run_command(testbed.controller(), status_command)?.stdout)?;
     assert!(text.contains(&format!("dispatch of {SERVICE_ADDRESS} at s1: jsq\n")), "{text}");
 
@@ -92,7 +92,7 @@ fn agent_applies_its_dispatch_configuration() -> anyhow::Result<()> {
 /// Writes the configuration of the agent of server 1, and makes the agent reload it.
 fn reload_agent_config(testbed: &Testbed, fleet: &mut Fleet, config: &str) -> anyhow::Result<()> {
     std::fs::write(testbed.directory().join("agent-s1.toml"), config)?;
-    fleet.daemon("agent-s1")?.send_signal(Signal::SIGHUP)
+    fleet.daemon_process("agent-s1")?.send_signal(Signal::SIGHUP)
 }
 
 /// Tests a reload of the agent by SIGHUP, a restart of the agent, and the detachment of the dispatch program.
@@ -100,7 +100,7 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
     let config_before = std::fs::read_to_string(testbed.directory().join("agent-s1.toml"))?;
     let completed_count_before = sum_over_workers(&query_dispatch_status(fleet, testbed), "completed");
     reload_agent_config(testbed, fleet, &config_before.replace("\"jsq\"", "\"rr\""))?;
-    eventually(*DEFAULT_TIMEOUT, "the policy has changed", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the policy has changed", || {
         query_dispatch_status(fleet, testbed)[0]["policy"] == "rr"
     });
     assert_eq!(
@@ -112,14 +112,14 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
     reload_agent_config(testbed, fleet, &config_before.replace("\"jsq\"", "\"jsk\""))?;
     let load_report = run_load_without_loss(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?;
     let expected_completed_count = completed_count_before + load_report["requests"].as_u64().unwrap();
-    eventually(*DEFAULT_TIMEOUT, "they are counted", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "they are counted", || {
         sum_over_workers(&query_dispatch_status(fleet, testbed), "completed") == expected_completed_count
     });
     assert_eq!(query_dispatch_status(fleet, testbed)[0]["policy"], "rr");
 
     // A new agent process takes over the request counters. Its start rewrites the configuration file.
     fleet.upgrade_daemon(testbed, "agent-s1")?;
-    eventually(*DEFAULT_TIMEOUT, "the new agent dispatches", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the new agent dispatches", || {
         query_dispatch_status(fleet, testbed)[0]["policy"] == "jsq"
     });
     assert_eq!(
@@ -132,7 +132,7 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
 
     // Without [dispatch] the kernel selects the worker, and no state remains.
     reload_agent_config(testbed, fleet, config_before.split("[dispatch]").next().unwrap())?;
-    eventually(*DEFAULT_TIMEOUT, "nothing is dispatched", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "nothing is dispatched", || {
         query_dispatch_status(fleet, testbed).as_array().is_some_and(Vec::is_empty)
     });
     assert!(!testbed.pin_directory().join("dispatch").exists());

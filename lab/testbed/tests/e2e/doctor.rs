@@ -1,6 +1,8 @@
 //! Test of whether `coreward doctor` finds faults. The test makes each misconfiguration in docs/operations.md, one
 //! after the other, and doctor must report it and nothing else. `--fix` must repair the faults that are marked so.
 
+mod controller_checks;
+
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,13 +13,14 @@ use std::time::Duration;
 use coreward_testbed::addresses::{CONTROLLER_ADDRESS, FIRST_IPV4_VIP, HOST_DEVICE, load_balancer_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, first_controller_address};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
-use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{
+    NetworkNamespace, Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if,
+};
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::mounted_disk::MountedDisk;
-use crate::support::eventually;
+use crate::support::assert_eventually;
 
 /// Shell commands that set up a new mount namespace, so that doctor does not use the host's files. The namespace gets
 /// the network namespace's /sys, the testbed's BPF file system, and an empty directory for sysctl's drop-in files. `$1`
@@ -46,17 +49,17 @@ struct DoctorReport {
     sysctl_drop_in: String,
 }
 
-struct TestEnv {
+struct DoctorTestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
-    nginx_process: Option<Process>,
+    nginx_process: Option<TestbedProcess>,
     /// Descriptions of differences from the expected reports, which are printed at the end of the test.
     failures: RefCell<Vec<String>>,
 }
 
-impl TestEnv {
+impl DoctorTestEnv {
     /// Returns the command that runs doctor in its own mount namespace.
-    fn doctor_command(&self, config: &Path, conditions: DoctorConditions, extra_arguments: &[&str]) -> Command {
+    fn build_doctor_command(&self, config: &Path, conditions: DoctorConditions, extra_arguments: &[&str]) -> Command {
         let limit_script = if conditions == DoctorConditions::LowFileLimit { "ulimit -n 256; " } else { "" };
         let mount_script = if conditions == DoctorConditions::WithoutBpfFileSystem { "" } else { MOUNT_BPF_SCRIPT };
         let mut command = Command::new("unshare");
@@ -66,7 +69,7 @@ impl TestEnv {
         if conditions == DoctorConditions::WithoutCapabilities {
             command.args(["setpriv", "--bounding-set", "-bpf,-perfmon,-sys_admin"]);
         }
-        command.arg(coreward_testbed::fleet::coreward_binary().unwrap());
+        command.arg(coreward_testbed::fleet::coreward_binary_path().unwrap());
         command.args(["doctor", "--format", "json", "--config"]).arg(config).args(extra_arguments);
         command.stderr(Stdio::null());
         command
@@ -74,30 +77,30 @@ impl TestEnv {
 
     fn run_doctor(
         &self,
-        host: &Namespace,
+        host: &NetworkNamespace,
         config: &Path,
         conditions: DoctorConditions,
         extra_arguments: &[&str],
     ) -> DoctorReport {
-        let command = self.doctor_command(config, conditions, extra_arguments);
+        let command = self.build_doctor_command(config, conditions, extra_arguments);
         let output = self.testbed.run_command(host, command).unwrap().stdout;
         let output = String::from_utf8(output).unwrap();
         let (report, exit_text) = output.split_once("\nexit ").unwrap_or_else(|| panic!("{output}"));
         let (exit_code, drop_in) = exit_text.split_once('\n').unwrap();
         let report: Value = serde_json::from_str(report).unwrap_or_else(|error| panic!("{error}: {report}"));
         let findings = report["findings"].as_array().unwrap().iter();
-        let text_of = |value: &Value| value.as_str().unwrap().to_owned();
+        let to_text = |value: &Value| value.as_str().unwrap().to_owned();
         let doctor_report = DoctorReport {
             findings: findings
                 .filter(|finding| finding["severity"] == "warning" || finding["severity"] == "fault")
                 .map(|finding| {
                     (
-                        text_of(&finding["check"]),
-                        format!("{}: {}", text_of(&finding["severity"]), text_of(&finding["found"])),
+                        to_text(&finding["check"]),
+                        format!("{}: {}", to_text(&finding["severity"]), to_text(&finding["found"])),
                     )
                 })
                 .collect(),
-            fix_messages: report["fixed"].as_array().unwrap().iter().map(text_of).collect(),
+            fix_messages: report["fixed"].as_array().unwrap().iter().map(to_text).collect(),
             is_success: exit_code == "0",
             sysctl_drop_in: drop_in.to_owned(),
         };
@@ -106,7 +109,7 @@ impl TestEnv {
         doctor_report
     }
 
-    fn run_script(&self, host: &Namespace, script: &str) {
+    fn run_script(&self, host: &NetworkNamespace, script: &str) {
         let mut command = Command::new("sh");
         command.args(["-ec", script]);
         self.testbed.run_command(host, command).unwrap();
@@ -118,11 +121,11 @@ impl TestEnv {
         }
     }
 
-    fn server_host(&self) -> &Namespace {
+    fn server_host(&self) -> &NetworkNamespace {
         self.testbed.server(1).unwrap()
     }
 
-    fn run_script_with_own_sys(&self, host: &Namespace, script: &str) {
+    fn run_script_with_own_sys(&self, host: &NetworkNamespace, script: &str) {
         let mut command = Command::new("unshare");
         let script_with_mount = format!("mount -t sysfs sysfs /sys; {script}");
         command.args(["--mount", "--propagation", "private", "sh", "-ec", &script_with_mount]);
@@ -156,7 +159,7 @@ impl TestEnv {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let nginx_process = self.testbed.spawn(self.server_host(), command).unwrap();
         let children_path = format!("/proc/{0}/task/{0}/children", nginx_process.pid());
-        eventually(Duration::from_secs(30), "nginx has two workers", || {
+        assert_eventually(Duration::from_secs(30), "nginx has two workers", || {
             fs::read_to_string(&children_path).unwrap_or_default().split_whitespace().count() == 2
         });
         self.nginx_process = Some(nginx_process);
@@ -172,13 +175,13 @@ impl TestEnv {
 
 /// Host on which doctor runs, with its configuration file and doctor's report before any fault.
 struct CheckedHost {
-    namespace: Namespace,
+    namespace: NetworkNamespace,
     config_path: PathBuf,
     baseline_report: DoctorReport,
 }
 
 impl CheckedHost {
-    fn new(env: &TestEnv, host: &Namespace, config_path: PathBuf) -> Self {
+    fn new(env: &DoctorTestEnv, host: &NetworkNamespace, config_path: PathBuf) -> Self {
         let baseline_report = env.run_doctor(host, &config_path, DoctorConditions::Normal, &[]);
         assert!(baseline_report.is_success, "{}: {baseline_report:?}", config_path.display());
         Self { namespace: host.clone(), config_path, baseline_report }
@@ -187,7 +190,7 @@ impl CheckedHost {
     /// Asserts that doctor finds the problem `check` in addition to the baseline, and nothing else.
     fn assert_only_new_finding(
         &self,
-        env: &TestEnv,
+        env: &DoctorTestEnv,
         description: &str,
         check: &str,
         conditions: DoctorConditions,
@@ -219,16 +222,17 @@ impl CheckedHost {
         }
     }
 
-    fn assert_no_new_finding(&self, env: &TestEnv, previous_step: &str) {
+    fn assert_no_new_finding(&self, env: &DoctorTestEnv, previous_step: &str) {
         let doctor_report = env.run_doctor(&self.namespace, &self.config_path, DoctorConditions::Normal, &[]);
-        let check_names = |report: &DoctorReport| report.findings.keys().cloned().collect::<Vec<_>>();
-        env.record_failure_unless(check_names(&doctor_report) == check_names(&self.baseline_report), || {
-            format!("after {previous_step}: {doctor_report:?}")
-        });
+        let collect_check_names = |report: &DoctorReport| report.findings.keys().cloned().collect::<Vec<_>>();
+        env.record_failure_unless(
+            collect_check_names(&doctor_report) == collect_check_names(&self.baseline_report),
+            || format!("after {previous_step}: {doctor_report:?}"),
+        );
     }
 
     /// Injects a fault by a shell script, asserts that doctor detects it, and undoes it by another script.
-    fn assert_fault_detected(&self, env: &TestEnv, check: &str, inject_script: &str, undo_script: &str) {
+    fn assert_fault_detected(&self, env: &DoctorTestEnv, check: &str, inject_script: &str, undo_script: &str) {
         env.run_script(&self.namespace, inject_script);
         self.assert_only_new_finding(env, inject_script, check, DoctorConditions::Normal, &[]);
         env.run_script(&self.namespace, undo_script);
@@ -238,7 +242,7 @@ impl CheckedHost {
     /// Asserts that doctor detects a fault, and that `--fix` repairs the fault and reports the repair.
     fn assert_fault_fixed(
         &self,
-        env: &TestEnv,
+        env: &DoctorTestEnv,
         check: &str,
         inject_script: &str,
         conditions: DoctorConditions,
@@ -258,9 +262,13 @@ impl CheckedHost {
 
 /// Starts a testbed with two services and two workers for each. Servers stamp the cookies of one service, and load
 /// balancers those of the other.
-fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
-    let options =
-        TestbedOptions { instance: "doctor".to_owned(), server_count: 1, core_count: 2, ..TestbedOptions::default() };
+fn start_env() -> (DoctorTestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
+    let options = TestbedOptions {
+        instance_name: "doctor".to_owned(),
+        server_count: 1,
+        core_count: 2,
+        ..TestbedOptions::default()
+    };
     let mut testbed = Testbed::create(options).unwrap();
     let lb_stamped_service =
         format!("\n[[service]]\nname = \"old\"\nvip = \"{FIRST_IPV4_VIP}:81\"\npolicy = \"rr\"\ntimestamps = \"lb\"\n");
@@ -290,7 +298,7 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     fs::write(directory.join("doctor-s1.toml"), agent_config).unwrap();
     let mount_point = directory.join("doctor-bpf");
     fs::create_dir_all(&mount_point).unwrap();
-    let mut env = TestEnv { testbed, mount_point, nginx_process: None, failures: RefCell::default() };
+    let mut env = DoctorTestEnv { testbed, mount_point, nginx_process: None, failures: RefCell::default() };
     env.start_nginx(true, true);
     let server_host = CheckedHost::new(&env, env.server_host(), directory.join("doctor-s1.toml"));
     let lb_host =
@@ -301,14 +309,14 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
 
 #[test]
 fn doctor_names_every_injected_misconfiguration() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let (mut env, mut fleet, server, balancer, controller) = start_env();
     check_server_addresses(&env, &server);
     check_server_kernel(&env, &server);
     check_server_workers(&mut env, &server);
     check_load_balancer(&env, &balancer);
     check_load_balancer_addresses(&env, &balancer);
-    check_controller_settings(&env, &controller);
+    controller_checks::check_controller_settings(&env, &controller);
 
     // Running daemons must not cause a fault either.
     let doctor_report = env.run_doctor(
@@ -321,26 +329,26 @@ fn doctor_names_every_injected_misconfiguration() {
     fleet.start_agent(&env.testbed, 1).unwrap();
     let agent_config_path = env.testbed.directory().join("agent-s1.toml");
     let state_pin = env.testbed.pin_directory().join("agent-s1/server/state");
-    eventually(Duration::from_secs(30), "the agent has pinned its state", || state_pin.exists());
+    assert_eventually(Duration::from_secs(30), "the agent has pinned its state", || state_pin.exists());
     let doctor_report = env.run_doctor(env.server_host(), &agent_config_path, DoctorConditions::Normal, &[]);
     assert!(doctor_report.is_success, "{doctor_report:?}");
     check_frames_dropped_by_veth(&env);
     let failures = env.failures.take();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
     env.stop_nginx();
-    fleet.daemon("controller").unwrap().send_signal(Signal::SIGTERM).unwrap();
+    fleet.daemon_process("controller").unwrap().send_signal(Signal::SIGTERM).unwrap();
 }
 
 /// Checks that doctor reports a switch that drops the frames which a running load balancer sends by XDP. This check
 /// must be the last one, because the driver's counter keeps its value.
-fn check_frames_dropped_by_veth(env: &TestEnv) {
+fn check_frames_dropped_by_veth(env: &DoctorTestEnv) {
     env.run_script(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let lb_config_path = env.testbed.directory().join("lb1.toml");
     let can_connect = || {
         let service_address = coreward_testbed::addresses::SERVICE_ADDRESS.into();
         Ok(std::net::TcpStream::connect_timeout(&service_address, Duration::from_millis(300)).is_ok())
     };
-    eventually(Duration::from_secs(30), "frames are dropped and named", || {
+    assert_eventually(Duration::from_secs(30), "frames are dropped and named", || {
         assert!(
             !env.testbed.client().run_within(can_connect).unwrap(),
             "a connection through a switch that takes no frames"
@@ -359,7 +367,7 @@ fn check_frames_dropped_by_veth(env: &TestEnv) {
     });
 }
 
-fn check_server_addresses(env: &TestEnv, server: &CheckedHost) {
+fn check_server_addresses(env: &DoctorTestEnv, server: &CheckedHost) {
     let add_vip_command = format!("ip address add {FIRST_IPV4_VIP}/32 dev lo");
     server.assert_fault_detected(
         env,
@@ -396,7 +404,7 @@ fn check_server_addresses(env: &TestEnv, server: &CheckedHost) {
     }
 }
 
-fn check_steering(env: &TestEnv, server: &CheckedHost) {
+fn check_steering(env: &DoctorTestEnv, server: &CheckedHost) {
     let steering_command = format!("echo 3 > /sys/class/net/{HOST_DEVICE}/queues/rx-0/rps_cpus");
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
         env.run_script_with_own_sys(&server.namespace, &steering_command);
@@ -411,7 +419,7 @@ fn check_steering(env: &TestEnv, server: &CheckedHost) {
     }
 }
 
-fn check_packet_filters(env: &TestEnv, server: &CheckedHost) {
+fn check_packet_filters(env: &DoctorTestEnv, server: &CheckedHost) {
     let add_chain_command = "nft add table ip doctor; nft 'add chain ip doctor input \
                  { type filter hook input priority 0; policy accept; }'";
     let delete_table_command = "nft delete table ip doctor";
@@ -428,7 +436,7 @@ fn check_packet_filters(env: &TestEnv, server: &CheckedHost) {
     );
 }
 
-fn check_pins(env: &TestEnv, server: &CheckedHost) {
+fn check_pins(env: &DoctorTestEnv, server: &CheckedHost) {
     let state_pin = env.testbed.pin_directory().join("doctor-s1/server/state");
     fs::create_dir_all(state_pin.parent().unwrap()).unwrap();
     let options =
@@ -446,13 +454,13 @@ fn check_pins(env: &TestEnv, server: &CheckedHost) {
     server.assert_no_new_finding(env, "pins");
 }
 
-fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
+fn check_server_kernel(env: &DoctorTestEnv, server: &CheckedHost) {
     let rp_filter_sysctl = format!("conf/{HOST_DEVICE}/rp_filter");
     for (check, sysctl, correct_value) in
         [("rp-filter", rp_filter_sysctl.as_str(), 0), ("tcp-timestamps", "tcp_timestamps", 2)]
     {
-        let set_value = |value: u8| format!("echo {value} > /proc/sys/net/ipv4/{sysctl}");
-        server.assert_fault_detected(env, check, &set_value(1), &set_value(correct_value));
+        let build_set_command = |value: u8| format!("echo {value} > /proc/sys/net/ipv4/{sysctl}");
+        server.assert_fault_detected(env, check, &build_set_command(1), &build_set_command(correct_value));
     }
     check_steering(env, server);
     check_packet_filters(env, server);
@@ -467,7 +475,7 @@ fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
     );
 }
 
-fn check_server_workers(env: &mut TestEnv, server: &CheckedHost) {
+fn check_server_workers(env: &mut DoctorTestEnv, server: &CheckedHost) {
     env.stop_nginx();
     server.assert_only_new_finding(env, "no process listens", "listeners", DoctorConditions::Normal, &[]);
     env.start_nginx(true, false);
@@ -485,7 +493,7 @@ fn check_server_workers(env: &mut TestEnv, server: &CheckedHost) {
     server.assert_fault_detected(env, "polling", &inject_command, &format!("kill $(cat {})", pid_file.display()));
 }
 
-fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
+fn check_load_balancer(env: &DoctorTestEnv, balancer: &CheckedHost) {
     balancer.assert_only_new_finding(env, "ulimit -n 256", "open-files", DoctorConditions::LowFileLimit, &[]);
     balancer.assert_only_new_finding(
         env,
@@ -515,7 +523,7 @@ fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
     balancer.assert_no_new_finding(env, "mtu");
 }
 
-fn check_load_balancer_addresses(env: &TestEnv, balancer: &CheckedHost) {
+fn check_load_balancer_addresses(env: &DoctorTestEnv, balancer: &CheckedHost) {
     let sysctl_directory = format!("/proc/sys/net/ipv4/conf/{HOST_DEVICE}");
     let delete_address_command = format!("ip address delete {FIRST_IPV4_VIP}/32 dev {HOST_DEVICE}");
     balancer.assert_fault_detected(
@@ -552,47 +560,4 @@ fn check_load_balancer_addresses(env: &TestEnv, balancer: &CheckedHost) {
     env.run_script(&balancer.namespace, redirects_command);
     balancer.assert_fault_fixed(env, "send-redirects", redirects_command, DoctorConditions::Normal);
     balancer.assert_no_new_finding(env, redirects_command);
-}
-
-fn check_controller_settings(env: &TestEnv, controller: &CheckedHost) {
-    let store_path = env.testbed.directory().join("controller.redb");
-    let make_readable_command = format!("chmod 644 {}", store_path.display());
-    env.run_script(&controller.namespace, &make_readable_command);
-    controller.assert_fault_fixed(env, "store", &make_readable_command, DoctorConditions::Normal);
-    controller.assert_no_new_finding(env, &make_readable_command);
-    let missing_store_path = store_path.with_file_name("no/controller.redb");
-    let host_with_missing_store = controller
-        .with_replaced_config_text(&[(store_path.to_str().unwrap(), missing_store_path.to_str().unwrap())], "");
-    let missing_directory = "no directory for the store";
-    host_with_missing_store.assert_only_new_finding(env, missing_directory, "store", DoctorConditions::Normal, &[]);
-    check_store_on_another_disk(env, controller, &store_path);
-    let address_replacement = [(first_controller_address(), "192.0.2.1:7400")];
-    let host_with_wrong_address =
-        controller.with_replaced_config_text(&[(&address_replacement[0].0, address_replacement[0].1)], "");
-    host_with_wrong_address.assert_only_new_finding(
-        env,
-        "an address of another machine",
-        "listen",
-        DoctorConditions::Normal,
-        &[],
-    );
-}
-
-fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &Path) {
-    let mounted_disk = MountedDisk::mount(env.testbed.directory().join("doctor-disk"));
-    let store_on_disk = mounted_disk.0.join("controller.redb");
-    fs::copy(store, &store_on_disk).unwrap();
-    let host_with_store_on_disk =
-        controller.with_replaced_config_text(&[(store.to_str().unwrap(), store_on_disk.to_str().unwrap())], "");
-    host_with_store_on_disk.assert_no_new_finding(env, "a store on another disk");
-    let filler_path = mounted_disk.0.join("fill");
-    let fill_disk_command = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", filler_path.display());
-    host_with_store_on_disk.assert_fault_detected(
-        env,
-        "store",
-        &fill_disk_command,
-        &format!("rm {}", filler_path.display()),
-    );
-    let remount_command = |mode: &str| format!("mount -o remount,{mode} {}", mounted_disk.0.display());
-    host_with_store_on_disk.assert_fault_detected(env, "store", &remount_command("ro"), &remount_command("rw"));
 }

@@ -6,36 +6,36 @@ use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_binary};
+use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_binary_path};
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::process::Process;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::process::TestbedProcess;
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::support::{
-    ConnectionsAndWorkers, assert_connections_answered, eventually, open_connections_at_each_server,
+    ConnectionsAndWorkers, assert_connections_answered, assert_eventually, open_connections_at_each_server,
     open_keepalive_connections,
 };
 
 /// Fleet of two servers with nginx. The fields are dropped in this order, the testbed last.
-struct TestEnv {
+struct DrainTestEnv {
     fleet: Fleet,
     _nginx_servers: Vec<NginxServer>,
     testbed: Testbed,
 }
 
-impl TestEnv {
+impl DrainTestEnv {
     fn start(instance: &str) -> Self {
         Self::start_with_options(instance, FleetOptions::default())
     }
 
     fn start_with_options(instance: &str, fleet: FleetOptions) -> Self {
-        let options = TestbedOptions { instance: instance.to_owned(), server_count: 2, ..Default::default() };
+        let options = TestbedOptions { instance_name: instance.to_owned(), server_count: 2, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
-        let fleet_options = FleetOptions { policy: "rr".to_owned(), ..fleet };
+        let fleet_options = FleetOptions { policy_name: "rr".to_owned(), ..fleet };
         let fleet = Fleet::start(&testbed, fleet_options).unwrap();
         Self { fleet, _nginx_servers: nginx_servers, testbed }
     }
@@ -44,15 +44,15 @@ impl TestEnv {
         open_keepalive_connections(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == server)
     }
 
-    fn coreward_command_for(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(coreward_binary().unwrap());
+    fn build_coreward_command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(coreward_binary_path().unwrap());
         command.args(arguments).env("COREWARD_TOKEN_FILE", self.testbed.directory().join("operator.token"));
         command
     }
 
     /// Runs `coreward ARGUMENTS`. Returns its output, or its error message.
     fn run_coreward(&self, arguments: &[&str]) -> Result<String, String> {
-        let output = self.testbed.run_command(self.testbed.controller(), self.coreward_command_for(arguments));
+        let output = self.testbed.run_command(self.testbed.controller(), self.build_coreward_command(arguments));
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
@@ -60,7 +60,7 @@ impl TestEnv {
     fn spawn_coreward(&self, name: &str, arguments: &[&str]) -> BackgroundCommand {
         let output_path = self.testbed.directory().join(format!("{name}.txt"));
         let output_file = File::create(&output_path).unwrap();
-        let mut command = self.coreward_command_for(arguments);
+        let mut command = self.build_coreward_command(arguments);
         command.stdin(Stdio::null()).stdout(output_file.try_clone().unwrap()).stderr(output_file);
         BackgroundCommand { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), output_path }
     }
@@ -77,7 +77,7 @@ impl TestEnv {
 }
 
 struct BackgroundCommand {
-    process: Process,
+    process: TestbedProcess,
     output_path: PathBuf,
 }
 
@@ -92,12 +92,12 @@ impl BackgroundCommand {
             output_text = self.read_output();
             output_text.contains(expected_text)
         };
-        eventually(*DEFAULT_TIMEOUT, &format!("{expected_text:?}"), has_expected_text);
+        assert_eventually(*DEFAULT_TIMEOUT, &format!("{expected_text:?}"), has_expected_text);
     }
 
     /// Waits for the end of the command. Returns whether the command succeeded, and its output.
     fn wait_for_end(&mut self) -> (bool, String) {
-        let exit_status = self.process.wait(*DEFAULT_TIMEOUT).unwrap();
+        let exit_status = self.process.wait_for_exit(*DEFAULT_TIMEOUT).unwrap();
         (exit_status.success(), self.read_output())
     }
 }
@@ -111,8 +111,8 @@ fn partition_by_server(
 
 #[test]
 fn drain_ends_when_the_last_connection_closes() {
-    skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start("drained");
+    skip_if!(find_missing_testbed_rights());
+    let mut env = DrainTestEnv::start("drained");
     let (mut connections_to_s1, mut connections_to_s2) =
         partition_by_server(open_connections_at_each_server(&env.testbed, &[1, 2], 2), 1);
     let open_connection_count = connections_to_s1.len();
@@ -146,14 +146,14 @@ fn drain_ends_when_the_last_connection_closes() {
         "it is so already"
     );
     assert!(env.run_coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
-    eventually(*DEFAULT_TIMEOUT, "server 1 is back", || !env.is_only_server(2));
+    assert_eventually(*DEFAULT_TIMEOUT, "server 1 is back", || !env.is_only_server(2));
     assert_connections_answered(&mut connections_to_s2);
 }
 
 #[test]
 fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
-    skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start("drainend");
+    skip_if!(find_missing_testbed_rights());
+    let mut env = DrainTestEnv::start("drainend");
     let (mut connections_to_s1, _connections_to_s2) =
         partition_by_server(open_connections_at_each_server(&env.testbed, &[1], 2), 1);
     let mut interrupted_command = env.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
@@ -174,7 +174,7 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     assert!(!is_success && output.ends_with(&expected_output_end), "{output}");
     // Without an agent no connections are counted.
     env.fleet.kill_daemon("agent-s1").unwrap();
-    eventually(*DEFAULT_TIMEOUT, "the report of s1 is stale", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the report of s1 is stale", || {
         env.query_server_status("s1")["report_state"] != "fresh"
     });
     let mut command_without_counts = env.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
@@ -192,21 +192,21 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
 }
 
 /// Returns the lines with the event `event` in the controller's log, as JSON objects.
-fn read_logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
+fn read_logged_events(env: &DrainTestEnv, event: &str) -> Vec<Value> {
     let log_text = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
     let log_objects = log_text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     log_objects.filter(|line| line["event"] == event).collect()
 }
 
 /// Asserts that SIGUSR1 enables debug logs, and that SIGUSR2 restores the log level with which the daemon started.
-fn assert_signals_change_log_level(env: &mut TestEnv) {
+fn assert_signals_change_log_level(env: &mut DrainTestEnv) {
     let log_path = env.testbed.directory().join("lb1.log");
     let read_lb_log = || fs::read_to_string(&log_path).unwrap();
-    let lb_daemon = env.fleet.daemon("lb1").unwrap();
+    let lb_daemon = env.fleet.daemon_process("lb1").unwrap();
     lb_daemon.send_signal(Signal::SIGUSR1).unwrap();
-    eventually(*DEFAULT_TIMEOUT, "debug lines", || read_lb_log().contains("\"level\":\"DEBUG\""));
+    assert_eventually(*DEFAULT_TIMEOUT, "debug lines", || read_lb_log().contains("\"level\":\"DEBUG\""));
     lb_daemon.send_signal(Signal::SIGUSR2).unwrap();
-    eventually(*DEFAULT_TIMEOUT, "the level of the start", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the level of the start", || {
         read_lb_log().contains("\"log_level\":\"as at the start\"")
     });
     let log_after_restore = read_lb_log();
@@ -216,9 +216,9 @@ fn assert_signals_change_log_level(env: &mut TestEnv) {
 
 #[test]
 fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env =
-        TestEnv::start_with_options("drainjson", FleetOptions { uses_json_logs: true, ..FleetOptions::default() });
+        DrainTestEnv::start_with_options("drainjson", FleetOptions { uses_json_logs: true, ..FleetOptions::default() });
     let (mut connections_to_s1, _connections_to_s2) =
         partition_by_server(open_connections_at_each_server(&env.testbed, &[1], 1), 1);
     let parse_json =
@@ -251,7 +251,7 @@ fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     assert!(audit_lines.lines().any(|line| line.contains("undrain s1")), "{audit_lines}");
 
     // Each event has its id in the log.
-    eventually(*DEFAULT_TIMEOUT, "both events are logged", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "both events are logged", || {
         read_logged_events(&env, "server-drain-changed").len() == 2
     });
     let drain_events = read_logged_events(&env, "server-drain-changed");
@@ -263,15 +263,15 @@ fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
 
 #[test]
 fn apply_waits_until_every_daemon_has_the_document() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let fleet_document = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\n\
                     address = \"10.1.1.2\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
-    let mut env = TestEnv::start_with_options(
+    let mut env = DrainTestEnv::start_with_options(
         "applywait",
         FleetOptions { applied_document: Some(fleet_document.to_owned()), ..FleetOptions::default() },
     );
     let document_path = env.testbed.directory().join("next.toml");
-    let apply_and_wait = |env: &TestEnv, extra_config: &str, timeout: &str| {
+    let apply_and_wait = |env: &DrainTestEnv, extra_config: &str, timeout: &str| {
         fs::write(&document_path, format!("{extra_config}{fleet_document}")).unwrap();
         env.run_coreward(&["apply", document_path.to_str().unwrap(), "--yes", "--wait", "--timeout", timeout])
     };

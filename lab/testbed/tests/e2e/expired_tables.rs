@@ -4,11 +4,11 @@ use std::time::SystemTime;
 
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 use crate::support::{
-    ConnectionsAndWorkers, assert_connections_answered, duration_until_logged, eventually, fetch_metrics_page,
-    open_keepalive_connections, series_value, sleep_ms,
+    ConnectionsAndWorkers, assert_connections_answered, assert_eventually, fetch_metrics_page, find_series_value,
+    measure_duration_until_logged, open_keepalive_connections, sleep_ms,
 };
 
 /// Fleet document in which s3 has half of the total weight. `crossrss` sends all connections in a bucket to one server
@@ -37,16 +37,16 @@ timeout = "500ms"
 const METRICS_ADDRESS: &str = "127.0.0.1:9464";
 
 /// Fleet of three servers with nginx. The fields are dropped in this order, the testbed last.
-struct TestEnv {
+struct ExpiredTablesEnv {
     fleet: Fleet,
     nginx_servers: Vec<Option<NginxServer>>,
     testbed: Testbed,
 }
 
-impl TestEnv {
+impl ExpiredTablesEnv {
     fn start() -> Self {
         let options = TestbedOptions {
-            instance: "expired".to_owned(),
+            instance_name: "expired".to_owned(),
             server_count: 3,
             core_count: 1,
             ..TestbedOptions::default()
@@ -66,39 +66,43 @@ impl TestEnv {
 
     /// Waits until the load balancer's metrics report that `table_count` of its tables have expired.
     fn wait_for_expired_tables(&self, table_count: f64) {
-        eventually(*DEFAULT_TIMEOUT, &format!("{table_count} expired tables"), || {
+        assert_eventually(*DEFAULT_TIMEOUT, &format!("{table_count} expired tables"), || {
             let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS);
-            page.is_ok_and(|page| series_value(&page, "coreward_lb_expired_tables") == Some(table_count))
+            page.is_ok_and(|page| find_series_value(&page, "coreward_lb_expired_tables") == Some(table_count))
         });
     }
 }
 
 /// Opens connections over three seconds, in which the load balancer makes several tables of its own.
 fn open_connections_slowly(testbed: &Testbed, connection_count: usize) -> ConnectionsAndWorkers {
-    let request = |_| {
+    let open_next_connections = |_| {
         sleep_ms(3000 / connection_count as u64);
         open_keepalive_connections(testbed, 1)
     };
-    (0..connection_count).flat_map(request).collect()
+    (0..connection_count).flat_map(open_next_connections).collect()
 }
 
-fn connections_per_server(connections: &ConnectionsAndWorkers) -> [usize; 3] {
+fn count_connections_per_server(connections: &ConnectionsAndWorkers) -> [usize; 3] {
     [1, 2, 3].map(|server| connections.iter().filter(|(_, answerer)| answerer.server_number == server).count())
 }
 
 #[test]
 fn load_balancer_places_connections_by_own_counts_after_table_expiry() {
-    skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start();
+    skip_if!(find_missing_testbed_rights());
+    let mut env = ExpiredTablesEnv::start();
     env.wait_for_expired_tables(0.0);
     env.fleet.kill_daemon("controller").unwrap();
     env.wait_for_expired_tables(1.0);
     let mut connections = open_connections_slowly(&env.testbed, 80);
-    println!("expired: {:?}", connections_per_server(&connections));
+    println!("expired: {:?}", count_connections_per_server(&connections));
     let is_near = |counts: [usize; 3], expected: [usize; 3]| {
         counts.iter().zip(expected).all(|(count, expected)| count.abs_diff(expected) <= 6)
     };
-    assert!(is_near(connections_per_server(&connections), [20, 20, 40]), "{:?}", connections_per_server(&connections));
+    assert!(
+        is_near(count_connections_per_server(&connections), [20, 20, 40]),
+        "{:?}",
+        count_connections_per_server(&connections)
+    );
 
     // A server that is down gets no connections. When it is up again, it gets its share, because it has the fewest open
     // connections.
@@ -106,22 +110,32 @@ fn load_balancer_places_connections_by_own_counts_after_table_expiry() {
     env.nginx_servers[1] = None;
     connections.retain(|(_, answerer)| answerer.server_number != 2);
     let log_words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
-    eventually(*DEFAULT_TIMEOUT, log_words, || duration_until_logged(&env.testbed, 1, log_words, stop_time).is_some());
+    assert_eventually(*DEFAULT_TIMEOUT, log_words, || {
+        measure_duration_until_logged(&env.testbed, 1, log_words, stop_time).is_some()
+    });
     connections.append(&mut open_connections_slowly(&env.testbed, 30));
-    println!("s2 down: {:?}", connections_per_server(&connections));
-    assert!(is_near(connections_per_server(&connections), [30, 0, 60]), "{:?}", connections_per_server(&connections));
+    println!("s2 down: {:?}", count_connections_per_server(&connections));
+    assert!(
+        is_near(count_connections_per_server(&connections), [30, 0, 60]),
+        "{:?}",
+        count_connections_per_server(&connections)
+    );
 
     // The next daemon process does not find a controller either.
     env.fleet.kill_daemon("lb1").unwrap();
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_expired_tables(1.0);
-    eventually(*DEFAULT_TIMEOUT, "s2 gets connections", || {
-        connections_per_server(&open_keepalive_connections(&env.testbed, 8))[1] > 0
+    assert_eventually(*DEFAULT_TIMEOUT, "s2 gets connections", || {
+        count_connections_per_server(&open_keepalive_connections(&env.testbed, 8))[1] > 0
     });
     connections.append(&mut open_connections_slowly(&env.testbed, 30));
-    println!("s2 back: {:?}", connections_per_server(&connections));
-    assert!(is_near(connections_per_server(&connections), [30, 30, 60]), "{:?}", connections_per_server(&connections));
+    println!("s2 back: {:?}", count_connections_per_server(&connections));
+    assert!(
+        is_near(count_connections_per_server(&connections), [30, 30, 60]),
+        "{:?}",
+        count_connections_per_server(&connections)
+    );
 
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     env.wait_for_expired_tables(0.0);

@@ -9,16 +9,16 @@ use std::time::{Duration, Instant, SystemTime};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::http::HttpConnection;
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_connections_answered, assert_masked_within, eventually,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_connections_answered, assert_eventually, assert_masked_within,
     open_keepalive_connections, read_daemon_log, sleep_ms,
 };
 
-const STATE_TIMEOUT: Duration = Duration::from_secs(60);
+const STATE_CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum time in which [`HEALTH_CHECK_CONFIG`] detects a fault. It is interval x fall + timeout, plus the daemon's
 /// tick. The check's timeout is long to allow for a busy machine.
 const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
@@ -27,16 +27,16 @@ const HEALTH_CHECK_CONFIG: &str = "slow_start = \"1s\"\n[service.health]\ncheck 
     interval = \"200ms\"\n\
     timeout = \"5s\"\nrise = 2\nfall = 3\n";
 
-struct TestEnv {
+struct HealthTestEnv {
     fleet: Fleet,
     nginx_servers: Vec<Option<NginxServer>>,
     testbed: Testbed,
 }
 
-impl TestEnv {
+impl HealthTestEnv {
     fn start(instance: &str, load_balancer_count: u16, fleet_text: &str) -> Self {
         let options = TestbedOptions {
-            instance: instance.to_owned(),
+            instance_name: instance.to_owned(),
             server_count: 3,
             core_count: 1,
             load_balancer_count,
@@ -49,7 +49,7 @@ impl TestEnv {
             fs::write(health_file_path(&testbed, number), "well\n").unwrap();
         }
         let options = FleetOptions {
-            policy: "rr".to_owned(),
+            policy_name: "rr".to_owned(),
             extra_fleet_text: fleet_text.to_owned(),
             steers_connections: false,
             ..Default::default()
@@ -72,13 +72,13 @@ impl TestEnv {
         let status = self.query_status();
         let server_name = format!("s{number}");
         let server = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == server_name).unwrap();
-        let text = |key: &str| server[key].as_str().unwrap().to_owned();
-        (text("state"), text("state_reason"))
+        let read_text = |key: &str| server[key].as_str().unwrap().to_owned();
+        (read_text("state"), read_text("state_reason"))
     }
 
     fn wait_for_server_state(&self, number: u16, state: &str) -> Duration {
         let start = Instant::now();
-        eventually(STATE_TIMEOUT, &format!("s{number} is {state}"), || {
+        assert_eventually(STATE_CHANGE_TIMEOUT, &format!("s{number} is {state}"), || {
             self.query_server_state_and_reason(number).0 == state
         });
         start.elapsed()
@@ -86,7 +86,7 @@ impl TestEnv {
 
     /// Waits until every load balancer has checked the health of every server.
     fn wait_until_all_are_checked(&self) {
-        eventually(STATE_TIMEOUT, "every load balancer has checked every server", || {
+        assert_eventually(STATE_CHANGE_TIMEOUT, "every load balancer has checked every server", || {
             let status = self.query_status();
             let members = status["services"][0]["members"].as_array().unwrap().clone();
             let lb_count = self.testbed.load_balancer_numbers().len();
@@ -99,7 +99,7 @@ impl TestEnv {
 
     /// Waits until exactly these servers get new connections.
     fn wait_until_only_servers_reached(&self, servers: &[u16]) {
-        eventually(STATE_TIMEOUT, &format!("new connections go to {servers:?}"), || {
+        assert_eventually(STATE_CHANGE_TIMEOUT, &format!("new connections go to {servers:?}"), || {
             self.find_servers_with_new_connections() == servers
         });
     }
@@ -126,7 +126,7 @@ impl TestEnv {
 
     /// Waits until both load balancers have logged `log_words` after the byte offsets `log_offsets`.
     fn wait_for_log_words(&self, log_offsets: [usize; 2], log_words: &str) {
-        eventually(STATE_TIMEOUT, log_words, || {
+        assert_eventually(STATE_CHANGE_TIMEOUT, log_words, || {
             (1..).zip(log_offsets).all(|(number, log_offset)| {
                 self.read_load_balancer_log(number).get(log_offset..).is_some_and(|log| log.contains(log_words))
             })
@@ -147,7 +147,7 @@ impl TestEnv {
         self.testbed.client().run_within(fails_to_connect).unwrap()
     }
 
-    fn ip(&self, load_balancer: u16, arguments: &[&str]) {
+    fn run_ip_command(&self, load_balancer: u16, arguments: &[&str]) {
         let mut command = Command::new("ip");
         command.args(arguments);
         self.testbed.run_command(self.testbed.load_balancer(load_balancer).unwrap(), command).unwrap();
@@ -159,9 +159,9 @@ fn health_file_path(testbed: &Testbed, number: u16) -> PathBuf {
 }
 
 /// Asserts that servers stay active when one load balancer reaches none of them.
-fn assert_unreachable_servers_stay_active(env: &TestEnv) {
-    env.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
-    eventually(STATE_TIMEOUT, "load balancer 2 reaches no server", || {
+fn assert_unreachable_servers_stay_active(env: &HealthTestEnv) {
+    env.run_ip_command(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
+    assert_eventually(STATE_CHANGE_TIMEOUT, "load balancer 2 reaches no server", || {
         let status = env.query_status();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
         let is_checked_by_one = |member: &Value| {
@@ -181,16 +181,16 @@ fn assert_unreachable_servers_stay_active(env: &TestEnv) {
     env.wait_until_only_servers_reached(&[1, 2]);
     env.set_server_health(3, true);
     env.wait_for_server_state(3, "active");
-    env.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
+    env.run_ip_command(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
     env.wait_until_all_are_checked();
 }
 
 #[test]
 fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     // The slow start is long enough that a poll every half second finds the state `joining`.
     let mut env =
-        TestEnv::start("health", 2, &HEALTH_CHECK_CONFIG.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
+        HealthTestEnv::start("health", 2, &HEALTH_CHECK_CONFIG.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.wait_until_only_servers_reached(&[1, 2, 3]);
@@ -232,12 +232,14 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
 
 #[test]
 fn service_fails_open_or_drops_when_all_servers_are_down() {
-    skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start("alldown", 1, HEALTH_CHECK_CONFIG);
+    skip_if!(find_missing_testbed_rights());
+    let mut env = HealthTestEnv::start("alldown", 1, HEALTH_CHECK_CONFIG);
     env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, 6);
     (1..=3).for_each(|number| env.set_server_health(number, false));
-    eventually(STATE_TIMEOUT, "the service fails open", || env.query_status()["services"][0]["failing_open"] == true);
+    assert_eventually(STATE_CHANGE_TIMEOUT, "the service fails open", || {
+        env.query_status()["services"][0]["failing_open"] == true
+    });
     env.wait_until_only_servers_reached(&[1, 2, 3]);
     assert_eq!(env.query_dropped_packet_count(), 0);
 
@@ -245,19 +247,23 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
         extra_fleet_text: format!("when_all_down = \"drop\"\n{HEALTH_CHECK_CONFIG}"),
         ..env.fleet.options().clone()
     };
-    env.fleet.set_options(&env.testbed, options).unwrap();
-    eventually(STATE_TIMEOUT, "first packets are dropped", || env.is_new_connection_dropped());
-    eventually(STATE_TIMEOUT, "they are counted", || env.query_dropped_packet_count() > 0);
+    env.fleet.set_fleet_options(&env.testbed, options).unwrap();
+    assert_eventually(STATE_CHANGE_TIMEOUT, "first packets are dropped", || env.is_new_connection_dropped());
+    assert_eventually(STATE_CHANGE_TIMEOUT, "they are counted", || env.query_dropped_packet_count() > 0);
     assert_connections_answered(&mut connections);
     env.set_server_health(2, true);
-    eventually(STATE_TIMEOUT, "the one that is well gets all", || env.query_server_state_and_reason(2).0 == "active");
+    assert_eventually(STATE_CHANGE_TIMEOUT, "the one that is well gets all", || {
+        env.query_server_state_and_reason(2).0 == "active"
+    });
     env.wait_until_only_servers_reached(&[2]);
     assert_connections_answered(&mut connections);
 
     // The load balancer masks servers without a controller, too.
     env.fleet.kill_daemon("controller").unwrap();
     env.set_server_health(2, false);
-    eventually(STATE_TIMEOUT, "first packets are dropped without a controller", || env.is_new_connection_dropped());
+    assert_eventually(STATE_CHANGE_TIMEOUT, "first packets are dropped without a controller", || {
+        env.is_new_connection_dropped()
+    });
     assert_connections_answered(&mut connections);
     env.set_server_health(2, true);
     wait_until_only_servers_answer(&env, &[2]);
@@ -265,7 +271,7 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
 
 /// Opens new connections. Returns for each connection the number of the server that answers, or `None` if the
 /// connection is refused or gets no answer.
-fn find_answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
+fn find_answering_servers(env: &HealthTestEnv) -> Vec<Option<u16>> {
     let query_server = || {
         HttpConnection::open(None)
             .and_then(|mut connection| connection.query_worker())
@@ -279,8 +285,8 @@ fn find_answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
 }
 
 /// Waits until new connections go to exactly these servers, and none fails.
-fn wait_until_only_servers_answer(env: &TestEnv, servers: &[u16]) {
-    eventually(STATE_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
+fn wait_until_only_servers_answer(env: &HealthTestEnv, servers: &[u16]) {
+    assert_eventually(STATE_CHANGE_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
         let mut responding_servers = find_answering_servers(env);
         responding_servers.sort_unstable();
         responding_servers.dedup();
@@ -289,8 +295,9 @@ fn wait_until_only_servers_answer(env: &TestEnv, servers: &[u16]) {
 }
 
 /// Asserts that load balancer 1 has raised its limit of open files to the maximum.
-fn assert_open_file_limit_is_raised(env: &mut TestEnv) {
-    let limits_text = fs::read_to_string(format!("/proc/{}/limits", env.fleet.daemon("lb1").unwrap().pid())).unwrap();
+fn assert_open_file_limit_is_raised(env: &mut HealthTestEnv) {
+    let limits_text =
+        fs::read_to_string(format!("/proc/{}/limits", env.fleet.daemon_process("lb1").unwrap().pid())).unwrap();
     let open_file_limits: Vec<&str> =
         limits_text.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
     assert_eq!(open_file_limits[3], open_file_limits[4], "soft and hard limit of open files: {limits_text}");
@@ -298,21 +305,21 @@ fn assert_open_file_limit_is_raised(env: &mut TestEnv) {
 
 #[test]
 fn down_server_gets_no_new_connections_without_a_controller() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     // This is the load balancer's initial limit, which it raises to the maximum that it may have.
     let (soft_limit, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard_limit.min(1024), hard_limit).unwrap();
-    let mut env = TestEnv::start("static", 2, HEALTH_CHECK_CONFIG);
+    let mut env = HealthTestEnv::start("static", 2, HEALTH_CHECK_CONFIG);
     setrlimit(Resource::RLIMIT_NOFILE, soft_limit, hard_limit).unwrap();
     env.wait_until_all_are_checked();
     assert_open_file_limit_is_raised(&mut env);
 
     // Only load balancer 2 does not reach server 3. There is no majority, so the controller changes nothing.
     env.testbed.route_vips_to_load_balancers(&[2]).unwrap();
-    env.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
+    env.run_ip_command(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
     wait_until_only_servers_answer(&env, &[1, 2]);
     assert_eq!(env.query_server_state_and_reason(3).0, "active", "the other one reaches it");
-    env.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
+    env.run_ip_command(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
     wait_until_only_servers_answer(&env, &[1, 2, 3]);
     env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
 
@@ -328,7 +335,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     let log_lengths_before = env.read_log_lengths();
     (1..=3).for_each(|number| env.set_server_health(number, false));
     env.wait_for_log_words(log_lengths_before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
-    eventually(STATE_TIMEOUT, "s1 and s3 get new connections", || {
+    assert_eventually(STATE_CHANGE_TIMEOUT, "s1 and s3 get new connections", || {
         let responding_servers = find_answering_servers(&env);
         responding_servers.contains(&Some(1)) && responding_servers.contains(&Some(3))
     });
@@ -340,8 +347,8 @@ fn down_server_gets_no_new_connections_without_a_controller() {
 
 #[test]
 fn load_balancer_restarted_without_a_controller_continues_its_checks() {
-    skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start("restarted", 1, HEALTH_CHECK_CONFIG);
+    skip_if!(find_missing_testbed_rights());
+    let mut env = HealthTestEnv::start("restarted", 1, HEALTH_CHECK_CONFIG);
     env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill_daemon("controller").unwrap();

@@ -9,13 +9,15 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Instant;
 
 use coreward_testbed::addresses::{FIRST_IPV4_VIP, load_balancer_address, server_address};
-use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, credential_files, issue_certificate};
-use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
-use coreward_tls::authority::{Authority, DAY, Validity};
-use coreward_tls::{CredentialFiles, Role};
+use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, credential_file_paths, issue_certificate};
+use coreward_testbed::{
+    DEFAULT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, TestbedProcess, find_missing_testbed_rights, skip_if,
+};
+use coreward_tls::authority::{CertificateAuthority, CertificateValidity, DAY};
+use coreward_tls::{CredentialFiles, FleetRole};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::support::{eventually, sleep_ms};
+use crate::support::{assert_eventually, sleep_ms};
 
 /// Checked ports, as (port of the server, kind of check, whether the server answers).
 const CHECKED_PORTS: [(u16, &str, bool); 5] = [
@@ -33,14 +35,14 @@ const CHECKS_PER_PORT: usize = 4;
 struct TcpSegment {
     destination: Ipv4Addr,
     /// Source port (of the load balancer) and destination port (of the server).
-    ports: (u16, u16),
+    port_pair: (u16, u16),
     is_syn: bool,
     is_rst: bool,
 }
 
 /// Destination addresses of the SYN and of the RST of a health check's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct CheckConnection {
+struct HealthCheckConnection {
     syn_destination: Ipv4Addr,
     reset_destination: Option<Ipv4Addr>,
 }
@@ -49,11 +51,11 @@ struct CheckConnection {
 struct SegmentSniffer {
     segments: Receiver<TcpSegment>,
     /// Connections by the server's port, in the order of their SYNs, as pairs (load balancer's port, connection).
-    connections_by_port: BTreeMap<u16, Vec<(u16, CheckConnection)>>,
+    connections_by_port: BTreeMap<u16, Vec<(u16, HealthCheckConnection)>>,
 }
 
 impl SegmentSniffer {
-    fn start(server: &Namespace) -> Self {
+    fn start(server: &NetworkNamespace) -> Self {
         let open_raw_socket = || Ok(Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::TCP))?);
         let mut socket = server.run_within(open_raw_socket).unwrap();
         socket.set_recv_buffer_size(1 << 20).unwrap();
@@ -74,7 +76,7 @@ impl SegmentSniffer {
 
     fn read_segments(&mut self) {
         for segment in self.segments.try_iter() {
-            let (own_port, port) = segment.ports;
+            let (own_port, port) = segment.port_pair;
             let connections = self.connections_by_port.entry(port).or_default();
             let matching_connection = connections.iter_mut().rfind(|(connection_port, _)| *connection_port == own_port);
             let open_connection = matching_connection
@@ -87,45 +89,47 @@ impl SegmentSniffer {
                 }
                 None => connections.push((
                     own_port,
-                    CheckConnection { syn_destination: segment.destination, reset_destination: None },
+                    HealthCheckConnection { syn_destination: segment.destination, reset_destination: None },
                 )),
             }
         }
     }
 
-    fn connections_to_port(&self, port: u16) -> Vec<CheckConnection> {
+    fn connections_to_port(&self, port: u16) -> Vec<HealthCheckConnection> {
         self.connections_by_port.get(&port).into_iter().flatten().map(|(_, connection)| *connection).collect()
     }
 }
 
 /// Parses an IPv4 header without options and a TCP header. Returns `None` if the packet is not from the load balancer.
 fn parse_segment(packet: &[u8]) -> Option<TcpSegment> {
-    let address_at = |offset: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(offset..offset + 4)?).ok()?));
-    let port_at = |offset: usize| Some(u16::from_be_bytes(packet.get(offset..offset + 2)?.try_into().ok()?));
+    let read_address_at =
+        |offset: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(offset..offset + 4)?).ok()?));
+    let read_port_at = |offset: usize| Some(u16::from_be_bytes(packet.get(offset..offset + 2)?.try_into().ok()?));
     let flags = packet.get(33)?;
-    let is_from_load_balancer = address_at(12)? == load_balancer_address(1);
+    let is_from_load_balancer = read_address_at(12)? == load_balancer_address(1);
     let (is_syn, is_rst) = (flags & 0x12 == 0x02, flags & 0x04 != 0);
     is_from_load_balancer.then_some(TcpSegment {
-        destination: address_at(16)?,
-        ports: (port_at(20)?, port_at(22)?),
+        destination: read_address_at(16)?,
+        port_pair: (read_port_at(20)?, read_port_at(22)?),
         is_syn,
         is_rst,
     })
 }
 
 /// Starts nginx at the checked ports where the server answers.
-fn start_nginx(testbed: &Testbed) -> Process {
+fn start_nginx(testbed: &Testbed) -> TestbedProcess {
     let directory = testbed.directory().join("probed");
     fs::create_dir_all(&directory).unwrap();
     let fleet_name = "probed".parse().unwrap();
-    Authority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY).unwrap();
-    issue_certificate(testbed, Role::Agent, "s1", &fleet_name, Validity::from_now(DAY)).unwrap();
+    CertificateAuthority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY).unwrap();
+    issue_certificate(testbed, FleetRole::Agent, "s1", &fleet_name, CertificateValidity::from_now(DAY)).unwrap();
     let CredentialFiles { certificate_path: certificate, key_path: key, .. } =
-        credential_files(testbed, Role::Agent, "s1");
-    let listen_lines = |port: u16, listen_flags: &str| {
+        credential_file_paths(testbed, FleetRole::Agent, "s1");
+    let build_listen_lines = |port: u16, listen_flags: &str| {
         format!("listen {port}{listen_flags}; listen {}{listen_flags}; ", port + SERVER_PORT_OFFSET)
     };
-    let all_listen_lines = [listen_lines(8001, ""), listen_lines(8002, ""), listen_lines(8003, " ssl")].concat();
+    let all_listen_lines =
+        [build_listen_lines(8001, ""), build_listen_lines(8002, ""), build_listen_lines(8003, " ssl")].concat();
     let configuration_path = directory.join("nginx.conf");
     let (error_log_path, pid_path) = (directory.join("start.log"), directory.join("pid"));
     let (directory, key, certificate) = (directory.display(), key.display(), certificate.display());
@@ -158,8 +162,8 @@ fn listen_without_accepting(testbed: &Testbed) -> Vec<Socket> {
 }
 
 /// Returns the configuration of a service for each checked port and each address at which it is checked.
-fn service_configs() -> String {
-    let service_config = |port: u16, check: &str, check_address: &str| {
+fn service_configs_text() -> String {
+    let build_service_config = |port: u16, check: &str, check_address: &str| {
         format!(
             "\n[[service]]\nname = \"s{port}\"\nvip = \"{FIRST_IPV4_VIP}:{port}\"\npolicy = \
              \"rr\"\n[service.health]\n{check}\n\
@@ -167,7 +171,7 @@ fn service_configs() -> String {
         )
     };
     let configs_of_port = |(port, check, _): (u16, &str, bool)| {
-        service_config(port, check, "vip") + &service_config(port + SERVER_PORT_OFFSET, check, "server")
+        build_service_config(port, check, "vip") + &build_service_config(port + SERVER_PORT_OFFSET, check, "server")
     };
     CHECKED_PORTS.map(configs_of_port).concat()
 }
@@ -194,7 +198,7 @@ fn wait_for_checks(sniffer: &mut SegmentSniffer) {
     sniffer.read_segments();
     let counts_before: BTreeMap<u16, usize> =
         checked_sockets().map(|(port, _)| (port, sniffer.connections_to_port(port).len())).collect();
-    eventually(*DEFAULT_TIMEOUT, "every port is checked", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "every port is checked", || {
         sniffer.read_segments();
         checked_sockets()
             .all(|(port, _)| sniffer.connections_to_port(port).len() >= counts_before[&port] + CHECKS_PER_PORT)
@@ -221,10 +225,10 @@ fn assert_all_connections_were_reset(testbed: &Testbed, sniffer: &mut SegmentSni
         let port_connections = sniffer.connections_to_port(port);
         // The server may send a reset itself, as its answer to TLS's last record after it has closed its end.
         let server_may_reset = port % SERVER_PORT_OFFSET == 3;
-        let was_reset = |connection: &CheckConnection| {
+        let was_reset = |connection: &HealthCheckConnection| {
             connection.reset_destination == Some(address) || connection.reset_destination.is_none() && server_may_reset
         };
-        let wrongly_closed_connections: Vec<&CheckConnection> = port_connections
+        let wrongly_closed_connections: Vec<&HealthCheckConnection> = port_connections
             .iter()
             .filter(|connection| connection.syn_destination != address || !was_reset(connection))
             .collect();
@@ -239,16 +243,16 @@ fn assert_all_connections_were_reset(testbed: &Testbed, sniffer: &mut SegmentSni
 
 #[test]
 fn connections_of_health_checks_are_closed_at_the_server() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let options =
-        TestbedOptions { instance: "probed".to_owned(), server_count: 1, core_count: 1, ..Default::default() };
+        TestbedOptions { instance_name: "probed".to_owned(), server_count: 1, core_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx_process = start_nginx(&testbed);
     let _silent_listeners = listen_without_accepting(&testbed);
     let mut segment_sniffer = SegmentSniffer::start(testbed.server(1).unwrap());
     let options = FleetOptions {
-        policy: "rr".to_owned(),
-        extra_fleet_text: service_configs(),
+        policy_name: "rr".to_owned(),
+        extra_fleet_text: service_configs_text(),
         runs_agents: false,
         ..Default::default()
     };
@@ -258,8 +262,8 @@ fn connections_of_health_checks_are_closed_at_the_server() {
     fleet.set_extra_fleet_text(&testbed, "").unwrap();
     assert_all_connections_were_reset(&testbed, &mut segment_sniffer, "checks are removed");
 
-    fleet.set_extra_fleet_text(&testbed, &service_configs()).unwrap();
+    fleet.set_extra_fleet_text(&testbed, &service_configs_text()).unwrap();
     wait_for_checks(&mut segment_sniffer);
-    fleet.daemon("lb1").unwrap().terminate(*DEFAULT_TIMEOUT).unwrap();
+    fleet.daemon_process("lb1").unwrap().terminate(*DEFAULT_TIMEOUT).unwrap();
     assert_all_connections_were_reset(&testbed, &mut segment_sniffer, "the load balancer's daemon ends");
 }

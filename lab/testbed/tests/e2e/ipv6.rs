@@ -4,25 +4,25 @@
 use std::collections::BTreeSet;
 use std::net::TcpStream;
 
-use coreward_model::consistency::{Consistency, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
-use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_streams_unbroken, eventually, run_command_line};
+use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken, run_command_line};
 
-fn start_ipv6_env(instance: &str, fleet_options: FleetOptions) -> TestEnv {
+fn start_ipv6_env(instance: &str, fleet_options: FleetOptions) -> FleetTestEnv {
     let options = TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: 3,
         family: AddressFamily::Ipv6,
         ..TestbedOptions::default()
     };
-    TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet_options })
+    FleetTestEnv::start(options, FleetOptions { policy_name: "rr".to_owned(), ..fleet_options })
 }
 
 /// Returns the numbers of the servers that have accepted connections.
-fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
+fn find_servers_with_connections(env: &FleetTestEnv) -> BTreeSet<u16> {
     let has_connections = |number: &u16| {
         let server = env.testbed.server(*number).unwrap();
         !run_command_line(&env.testbed, server, "ss -6 -H -t -n state established sport = :80").is_empty()
@@ -31,11 +31,11 @@ fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
 }
 
 /// Asserts that no connection breaks when the pool changes and daemons restart under load.
-fn assert_changes_break_no_connection(env: &mut TestEnv) {
+fn assert_changes_break_no_connection(env: &mut FleetTestEnv) {
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(225);
-    assert_eq!(servers_with_connections(env), BTreeSet::from([1, 2, 3]));
-    env.set_admin_state(1, Some(AdminState::Draining));
+    assert_eq!(find_servers_with_connections(env), BTreeSet::from([1, 2, 3]));
+    env.set_admin_state(1, Some(ServerAdminState::Draining));
     env.wait_for_connections(150);
     env.fleet.kill_daemon("lb1").unwrap();
     env.wait_for_connections(75);
@@ -43,7 +43,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     env.fleet.upgrade_daemon(&env.testbed, "controller").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    env.set_admin_state(1, Some(AdminState::Active));
+    env.set_admin_state(1, Some(ServerAdminState::Active));
     env.set_admin_state(2, None);
     env.wait_for_connections(150);
     assert_streams_unbroken(stream_client);
@@ -51,7 +51,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
 
 #[test]
 fn ipv6_connections_with_cookies_survive_pool_changes_and_restarts() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = start_ipv6_env("ipv6", FleetOptions::default());
     assert_changes_break_no_connection(&mut env);
     assert!(env.sum_counter("established") > 1_000 && env.sum_counter("flow_table") == 0);
@@ -59,7 +59,7 @@ fn ipv6_connections_with_cookies_survive_pool_changes_and_restarts() {
 
 #[test]
 fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env =
         start_ipv6_env("ipv6off", FleetOptions { timestamps: TimestampOrigin::Off, ..FleetOptions::default() });
     assert_changes_break_no_connection(&mut env);
@@ -68,7 +68,7 @@ fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
 
 #[test]
 fn ipv6_services_are_checked_announced_and_explained() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let options = FleetOptions {
         extra_fleet_text: "[service.health]\nport = 7600\ninterval = \"200ms\"\n".to_owned(),
         extra_load_balancer_text: "[announce]\n".to_owned(),
@@ -77,7 +77,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
     let env = start_ipv6_env("ipv6show", options);
     let lb_host = env.testbed.load_balancer(1).unwrap();
     let vip = env.testbed.service_address();
-    eventually(*DEFAULT_TIMEOUT, "the VIP is announced", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the VIP is announced", || {
         // List all tables, because the table does not exist before its first route, and `ip` would report that as an
         // error.
         run_command_line(&env.testbed, lb_host, "ip -6 route show table all")
@@ -90,7 +90,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
         env.run_coreward(&["explain", "--vip", &vip.to_string(), "--client", "10.1.0.7:40000"]).unwrap_err();
     assert!(mixed_families_error.to_string().contains("different address families"), "{mixed_families_error}");
     // No server listens at the port of the checks.
-    eventually(*DEFAULT_TIMEOUT, "servers are down", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "servers are down", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap();
         members.len() == 3 && members.iter().all(|member| member["state"] == "down")
@@ -99,38 +99,38 @@ fn ipv6_services_are_checked_announced_and_explained() {
 
 #[test]
 fn ipv6_servers_are_resolved_by_neighbour_discovery() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env =
         start_ipv6_env("ipv6nds", FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() });
     assert_changes_break_no_connection(&mut env);
-    let is_s3_unresolved = |env: &TestEnv| {
+    let is_s3_unresolved = |env: &FleetTestEnv| {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         status["load_balancers"][0]["state"]["unresolved_servers"] == serde_json::json!(["s3"])
     };
     let server = env.testbed.server(3).unwrap();
     run_command_line(&env.testbed, server, &format!("ip link set {HOST_DEVICE} down"));
-    eventually(*DEFAULT_TIMEOUT, "the load balancer misses the server", || is_s3_unresolved(&env));
+    assert_eventually(*DEFAULT_TIMEOUT, "the load balancer misses the server", || is_s3_unresolved(&env));
 }
 
 #[test]
 fn daemons_reach_the_controller_and_each_other_by_ipv6() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let fleet_options = FleetOptions {
         control_family: AddressFamily::Ipv6,
         servers_family: AddressFamily::Ipv6,
-        consistency: Consistency::Stateful,
+        consistency: ConsistencyMode::Stateful,
         ..FleetOptions::default()
     };
     let family = AddressFamily::Ipv6;
     let options = TestbedOptions {
-        instance: "ipv6control".to_owned(),
+        instance_name: "ipv6control".to_owned(),
         server_count: 3,
         load_balancer_count: 2,
         family,
         ..TestbedOptions::default()
     };
-    let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet_options });
-    eventually(*DEFAULT_TIMEOUT, "load balancers find each other", || {
+    let mut env = FleetTestEnv::start(options, FleetOptions { policy_name: "rr".to_owned(), ..fleet_options });
+    assert_eventually(*DEFAULT_TIMEOUT, "load balancers find each other", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
         let has_no_unresolved_peer =
@@ -143,7 +143,7 @@ fn daemons_reach_the_controller_and_each_other_by_ipv6() {
 /// Tests the health checks of servers that listen only on the VIP.
 #[test]
 fn ipv6_servers_are_checked_at_the_vip() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let health_config = "[service.health]\ninterval = \"200ms\"\nfall = 2\n".to_owned();
     let env = start_ipv6_env(
         "ipv6vip",
@@ -161,11 +161,11 @@ fn ipv6_servers_are_checked_at_the_vip() {
         members.iter().any(is_expected_member)
     };
     for server in ["s1", "s2", "s3"] {
-        eventually(*DEFAULT_TIMEOUT, "checks of every server succeed", || has_checks(server, true));
+        assert_eventually(*DEFAULT_TIMEOUT, "checks of every server succeed", || has_checks(server, true));
     }
     let vip = env.testbed.service_address().ip();
     run_command_line(&env.testbed, env.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
-    eventually(*DEFAULT_TIMEOUT, "checks of the server without the VIP fail", || has_checks("s3", false));
+    assert_eventually(*DEFAULT_TIMEOUT, "checks of the server without the VIP fail", || has_checks("s3", false));
     assert!(has_checks("s1", true));
 }
 
@@ -173,7 +173,7 @@ fn ipv6_servers_are_checked_at_the_vip() {
 /// receiving device.
 #[test]
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let env = start_ipv6_env("ipv6nd", FleetOptions::default());
     let vip = env.testbed.service_address();
     let client = env.testbed.client();

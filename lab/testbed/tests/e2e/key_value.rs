@@ -6,46 +6,52 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_load::key_value::{MAX_DATAGRAM_BYTES, Request, ResponseStatus, key_name, parse_response};
+use coreward_load::key_value::{KeyValueRequest, KeyValueResponseStatus, MAX_DATAGRAM_BYTES, key_name, parse_response};
 use coreward_testbed::DEFAULT_TIMEOUT;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::lab_binary;
+use coreward_testbed::fleet::lab_binary_path;
 use coreward_testbed::key_value::handle::KeyValueServer;
-use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, find_missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::support::eventually;
+use crate::support::assert_eventually;
 use crate::support::load::{start_load_generator, wait_for_report};
 
 fn assert_eventually_answered(server: &KeyValueServer, request_count: u64) {
     let count_answered_requests =
         || server.read_counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
-    eventually(*DEFAULT_TIMEOUT, "requests are answered", || count_answered_requests() >= request_count);
+    assert_eventually(*DEFAULT_TIMEOUT, "requests are answered", || count_answered_requests() >= request_count);
 }
 
 /// Client of the key-value server that has at most one outstanding request.
 struct KeyValueClient {
     socket: UdpSocket,
-    next_id: u32,
+    next_request_id: u32,
 }
 
 /// Response, as (status, number of the worker, key-value pairs).
-type ParsedResponse = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
+type ParsedKeyValueResponse = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
 
 impl KeyValueClient {
     fn open() -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.connect(SERVICE_ADDRESS)?;
         socket.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
-        Ok(Self { socket, next_id: 0 })
+        Ok(Self { socket, next_request_id: 0 })
     }
 
-    fn request_and_wait(&mut self, request_type: &str, key: &str, value: &str) -> anyhow::Result<ParsedResponse> {
-        let id = self.next_id;
-        self.next_id += 1;
+    fn request_and_wait(
+        &mut self,
+        request_type: &str,
+        key: &str,
+        value: &str,
+    ) -> anyhow::Result<ParsedKeyValueResponse> {
+        let id = self.next_request_id;
+        self.next_request_id += 1;
         let (key, value) = (key.as_bytes(), value.as_bytes());
-        let request = Request { request_type: request_type.parse()?, id, service_ns: 0, key, value };
+        let request =
+            KeyValueRequest { request_type: request_type.parse()?, request_id: id, service_ns: 0, key, value };
         let mut datagram = Vec::new();
         request.write_datagram(&mut datagram);
         self.socket.send(&datagram)?;
@@ -67,7 +73,7 @@ impl KeyValueClient {
 
 #[test]
 fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tkvget")?;
     let assert_put_and_get = |is_store_shared: bool| {
         testbed.client().run_within(|| {
@@ -81,14 +87,18 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
                 if is_store_shared || worker == writer {
                     assert_eq!(
                         (status, pairs),
-                        (ResponseStatus::Done as u8, vec![(b"new".to_vec(), b"value".to_vec())])
+                        (KeyValueResponseStatus::Done as u8, vec![(b"new".to_vec(), b"value".to_vec())])
                     );
                 } else {
-                    assert_eq!((status, pairs), (ResponseStatus::NotFound as u8, vec![]), "a store per process");
+                    assert_eq!(
+                        (status, pairs),
+                        (KeyValueResponseStatus::NotFound as u8, vec![]),
+                        "a store per process"
+                    );
                 }
                 // All stores have equal contents.
                 let (status, _, pairs) = client.request_and_wait("SCAN105", &key_name(5_000), "")?;
-                assert_eq!((status, pairs.len()), (ResponseStatus::Done as u8, 105));
+                assert_eq!((status, pairs.len()), (KeyValueResponseStatus::Done as u8, 105));
                 assert_eq!(pairs[104].0, key_name(5_104).into_bytes());
             }
             // All 24 flows reach the same of four workers only once in 4^23 runs.
@@ -106,7 +116,7 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
 
 #[test]
 fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tkvbad")?;
     // SCAN47 has no published time, so it is rejected.
     let server = testbed.start_key_value_server(1, &["--paced", "--workers", "1"])?;
@@ -117,14 +127,15 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
         client.socket.send(&[1; 65_000])?;
         let mut request_without_time = Vec::new();
         let request_type = "SCAN47".parse()?;
-        Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write_datagram(&mut request_without_time);
+        KeyValueRequest { request_type, request_id: 99, service_ns: 0, key: b"", value: b"" }
+            .write_datagram(&mut request_without_time);
         client.socket.send(&request_without_time)?;
         // The server answers in order, so an answer to an earlier request would come first, with another id.
         client.request_and_wait("GET", &key_name(1), "")?;
         Ok(())
     })?;
     // Wait, because the worker counts an answer after sending it, so the client may be faster.
-    eventually(*DEFAULT_TIMEOUT, "the answer is counted", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the answer is counted", || {
         server.read_counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
     });
     let [counters] = server.read_counters()?[..] else { panic!("one worker") };
@@ -135,7 +146,7 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
 
 #[test]
 fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tkvdead")?;
     // The master keeps the socket open, so the kernel continues to give the dead worker its share.
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--keep-sockets"])?;
@@ -144,29 +155,30 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
     assert_eventually_answered(&server, 2_000);
     kill(Pid::from_raw(server.worker_pid(0)?.try_into()?), Signal::SIGKILL)?;
     let report = wait_for_report(load_process)?;
-    let report_count = |name: &str| report[name].as_u64().unwrap();
-    assert_eq!(report_count("requests"), report_count("completed") + report_count("lost"), "{report}");
+    let read_report_count = |name: &str| report[name].as_u64().unwrap();
+    assert_eq!(read_report_count("requests"), read_report_count("completed") + read_report_count("lost"), "{report}");
     // Half of the flows lose requests for half of the time, but the number of such flows is random.
     assert!(
-        report_count("lost") > report_count("requests") / 20 && report_count("lost") < report_count("requests") / 2,
+        read_report_count("lost") > read_report_count("requests") / 20
+            && read_report_count("lost") < read_report_count("requests") / 2,
         "{report}"
     );
     let answered_request_count: u64 = server.read_counters()?.iter().map(|counters| counters.answered).sum();
     // The worker may be killed between an answer and its count, or its answer may have arrived too late.
-    assert!(answered_request_count.abs_diff(report_count("completed")) <= 1, "{answered_request_count}: {report}");
+    assert!(answered_request_count.abs_diff(read_report_count("completed")) <= 1, "{answered_request_count}: {report}");
     let sum_over_classes = |name: &str| -> u64 {
         report["classes"].as_array().unwrap().iter().map(|class| class[name].as_u64().unwrap()).sum()
     };
     assert_eq!(
         (sum_over_classes("requests"), sum_over_classes("lost")),
-        (report_count("requests"), report_count("lost"))
+        (read_report_count("requests"), read_report_count("lost"))
     );
     Ok(())
 }
 
 #[test]
 fn killed_worker_is_restarted() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
     // Compare process ids, because the socket exists before the worker starts.
@@ -203,7 +215,7 @@ fn killed_worker_is_restarted() -> anyhow::Result<()> {
 
 #[test]
 fn interrupted_load_generator_reports_its_measurements() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tkvctrlc")?;
     let server = testbed.start_key_value_server(1, &[])?;
     let load_process = start_load_generator(&testbed, "--rate 1000 --seconds 50 --warm-up 0 --timeout 10")?;
@@ -221,22 +233,29 @@ fn interrupted_load_generator_reports_its_measurements() -> anyhow::Result<()> {
 
 #[test]
 fn contradictory_options_are_rejected() -> anyhow::Result<()> {
-    let error_output = |arguments: &str| -> anyhow::Result<String> {
-        let output = Command::new(lab_binary()?).args(arguments.split(' ')).output()?;
+    let run_for_error_output = |arguments: &str| -> anyhow::Result<String> {
+        let output = Command::new(lab_binary_path()?).args(arguments.split(' ')).output()?;
         assert!(!output.status.success(), "{arguments}");
         Ok(String::from_utf8(output.stderr)?)
     };
-    assert!(error_output("load 127.0.0.1:9 --rate 0")?.contains("expected a number above 0"));
-    assert!(error_output("load 127.0.0.1:9 --rate 1 --mix GET=2")?.contains("share of GET: \"2\""));
+    assert!(run_for_error_output("load 127.0.0.1:9 --rate 0")?.contains("expected a number above 0"));
+    assert!(run_for_error_output("load 127.0.0.1:9 --rate 1 --mix GET=2")?.contains("share of GET: \"2\""));
     assert!(
-        error_output("load 127.0.0.1:9 --rate 1 --mix SCAN5=1 --multiplier 2")?.contains("no service time of SCAN5")
+        run_for_error_output("load 127.0.0.1:9 --rate 1 --mix SCAN5=1 --multiplier 2")?
+            .contains("no service time of SCAN5")
     );
-    assert!(error_output("load 127.0.0.1:9 --rate 1 --first-port 65500")?.contains("ports 65500 to 65563 of 64 flows"));
     assert!(
-        error_output("load 127.0.0.1:9 --rate 1 --sources 192.0.2.1")?.contains("cannot bind the source 192.0.2.1:0")
+        run_for_error_output("load 127.0.0.1:9 --rate 1 --first-port 65500")?
+            .contains("ports 65500 to 65563 of 64 flows")
+    );
+    assert!(
+        run_for_error_output("load 127.0.0.1:9 --rate 1 --sources 192.0.2.1")?
+            .contains("cannot bind the source 192.0.2.1:0")
     );
     let server_arguments = "testbed key-value-server --listen 127.0.0.1:0";
-    assert!(error_output(&format!("{server_arguments} --paced --multiplier 0"))?.contains("multiplier 0: expected"));
-    assert!(error_output(&format!("{server_arguments} --service-us GET=1"))?.contains("--paced"));
+    assert!(
+        run_for_error_output(&format!("{server_arguments} --paced --multiplier 0"))?.contains("multiplier 0: expected")
+    );
+    assert!(run_for_error_output(&format!("{server_arguments} --service-us GET=1"))?.contains("--paced"));
     Ok(())
 }

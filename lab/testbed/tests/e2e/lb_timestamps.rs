@@ -6,16 +6,16 @@ use std::process::Command;
 
 use coreward_model::consistency::TimestampOrigin;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
-use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{TestEnv, assert_streams_unbroken, eventually};
+use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken};
 
 /// Starts one server with each value in `tcp_timestamps` of net.ipv4.tcp_timestamps, which also applies to IPv6.
-fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> TestEnv {
+fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> FleetTestEnv {
     let options = TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         family,
         server_count: tcp_timestamps.len() as u16,
         router_mtu: Some(1500),
@@ -23,32 +23,32 @@ fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> 
         ..TestbedOptions::default()
     };
     let fleet_options = FleetOptions {
-        policy: "rr".to_owned(),
+        policy_name: "rr".to_owned(),
         timestamps: TimestampOrigin::LoadBalancer,
         runs_agents: false,
         ..FleetOptions::default()
     };
-    let env = TestEnv::start(options, fleet_options);
+    let env = FleetTestEnv::start(options, fleet_options);
     for (number, value) in (1..).zip(tcp_timestamps) {
         env.testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
     }
     env
 }
 
-fn query_lb_state(env: &TestEnv) -> Value {
+fn query_lb_state(env: &FleetTestEnv) -> Value {
     env.fleet.query_status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
 /// Returns the state that the load balancer has determined for a server's timestamp clock, and the clock's fault.
-fn query_server_clock_state_and_fault(env: &TestEnv, server: &str) -> (String, String) {
+fn query_server_clock_state_and_fault(env: &FleetTestEnv, server: &str) -> (String, String) {
     let lb_state = query_lb_state(env);
     let server_clocks = lb_state["server_clocks"].as_array().cloned().unwrap_or_default();
     let server_clock = server_clocks.iter().find(|clock| clock["server"] == server);
-    let text = |key: &str| server_clock.and_then(|clock| clock[key].as_str()).unwrap_or_default().to_owned();
-    (text("clock_state"), text("problem"))
+    let read_text = |key: &str| server_clock.and_then(|clock| clock[key].as_str()).unwrap_or_default().to_owned();
+    (read_text("clock_state"), read_text("problem"))
 }
 
-fn set_kernel_forwarding(env: &TestEnv, value: &str) {
+fn set_kernel_forwarding(env: &FleetTestEnv, value: &str) {
     let lb_host = env.testbed.load_balancer(1).unwrap();
     let forwarding_sysctl = match env.testbed.options().family {
         AddressFamily::Ipv4 => format!("ipv4/conf/{HOST_DEVICE}/forwarding"),
@@ -63,7 +63,7 @@ const ONE_CLOCK_FOR_ALL_CONNECTIONS: &str = "2";
 const CLOCK_PER_CONNECTION: &str = "1";
 
 /// Opens connections to every server until all servers' clocks have this state at the load balancer.
-fn open_connections_until_clocks_known(env: &TestEnv, state: &str) {
+fn open_connections_until_clocks_known(env: &FleetTestEnv, state: &str) {
     let client = env.testbed.client();
     // Use ports below those of later streams.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
@@ -73,7 +73,7 @@ fn open_connections_until_clocks_known(env: &TestEnv, state: &str) {
         format!("exec 3<>/dev/tcp/{vip}/80; for n in {{1..5}}; do printf x >&3; sleep 0.2; done");
     let connections_script = format!("for n in {{1..40}}; do ({one_connection_script}) & done; wait");
     let servers = env.testbed.server_numbers();
-    eventually(*DEFAULT_TIMEOUT, "all clocks are known", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "all clocks are known", || {
         let mut bash_command = Command::new("bash");
         bash_command.args(["-c", &connections_script]);
         env.testbed.run_command(client, bash_command).unwrap();
@@ -83,31 +83,31 @@ fn open_connections_until_clocks_known(env: &TestEnv, state: &str) {
 
 #[test]
 fn servers_without_an_agent_join_and_leave_without_breaking_connections() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     assert_no_connection_breaks("lbts", AddressFamily::Ipv4, ONE_CLOCK_FOR_ALL_CONNECTIONS, "known");
 }
 
 #[test]
 fn servers_without_an_agent_join_and_leave_without_breaking_ipv6_connections() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     assert_no_connection_breaks("lbts6", AddressFamily::Ipv6, ONE_CLOCK_FOR_ALL_CONNECTIONS, "known");
 }
 
 #[test]
 fn plain_linux_servers_join_and_leave_without_breaking_connections() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     assert_no_connection_breaks("lbtsplain", AddressFamily::Ipv4, CLOCK_PER_CONNECTION, "per-connection");
 }
 
 /// Returns the numbers of packets of established connections whose server was found by cookie and by flow table.
-fn query_packets_by_decision(env: &TestEnv) -> [u64; 2] {
+fn query_packets_by_decision(env: &FleetTestEnv) -> [u64; 2] {
     let stamped_services = query_lb_state(env)["stamped_services"].clone();
     ["cookie_packets", "flow_table_packets"].map(|decision| stamped_services[0][decision].as_u64().unwrap())
 }
 
 /// Asserts that the server of at least 99 % of the packets of established connections since `packet_counts_before` was
 /// found by cookie.
-fn assert_packets_decided_by_cookie(env: &TestEnv, packet_counts_before: [u64; 2]) {
+fn assert_packets_decided_by_cookie(env: &FleetTestEnv, packet_counts_before: [u64; 2]) {
     let packet_counts_after = query_packets_by_decision(env);
     let [by_cookie, by_flow_table] =
         [0, 1].map(|decision| packet_counts_after[decision] - packet_counts_before[decision]);
@@ -120,14 +120,14 @@ fn assert_packets_decided_by_cookie(env: &TestEnv, packet_counts_before: [u64; 2
 }
 
 /// Restarts the load balancer without its state. Until it is ready, its kernel must not route unknown packets.
-fn reboot_load_balancer(env: &mut TestEnv) {
+fn reboot_load_balancer(env: &mut FleetTestEnv) {
     set_kernel_forwarding(env, "0");
     env.fleet.reboot_load_balancer(&env.testbed, 1).unwrap();
     env.wait_for_connections(150);
     set_kernel_forwarding(env, "1");
     // The load balancer's counters restart at 0 as well.
     for counter in ["established", "reply_stamped"] {
-        eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
+        assert_eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
     }
 }
 
@@ -146,9 +146,9 @@ fn assert_no_connection_breaks(
     let packet_counts_before = query_packets_by_decision(&env);
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);
-    env.set_admin_state(1, Some(AdminState::Draining));
+    env.set_admin_state(1, Some(ServerAdminState::Draining));
     env.wait_for_connections(75);
-    env.set_admin_state(5, Some(AdminState::Active));
+    env.set_admin_state(5, Some(ServerAdminState::Active));
     env.wait_for_connections(75);
     assert_packets_decided_by_cookie(&env, packet_counts_before);
     env.fleet.kill_daemon("lb1").unwrap();
@@ -160,14 +160,14 @@ fn assert_no_connection_breaks(
     env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
     env.fleet.upgrade_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_connections(150);
-    env.set_admin_state(1, Some(AdminState::Active));
-    eventually(*DEFAULT_TIMEOUT, "replies are stamped", || {
+    env.set_admin_state(1, Some(ServerAdminState::Active));
+    assert_eventually(*DEFAULT_TIMEOUT, "replies are stamped", || {
         env.query_load_balancer_counter("lb1", "reply_stamped") > 1_000
     });
     env.wait_for_connections(75);
     reboot_load_balancer(&mut env);
     for server in ["s1", "s3", "s4", "s5"] {
-        eventually(*DEFAULT_TIMEOUT, server, || {
+        assert_eventually(*DEFAULT_TIMEOUT, server, || {
             query_server_clock_state_and_fault(&env, server) == (expected_clock_state.to_owned(), String::new())
         });
     }
@@ -177,23 +177,23 @@ fn assert_no_connection_breaks(
 #[test]
 #[ignore = "takes seven minutes"]
 fn hundred_thousand_connections_to_plain_linux_servers_continue() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = start_env("lbtslong", AddressFamily::Ipv4, &[CLOCK_PER_CONNECTION; 5]);
     open_connections_until_clocks_known(&env, "per-connection");
     let packet_counts_before = query_packets_by_decision(&env);
     let stream_client = env.start_streams(250.0);
     for round in 0..20 {
         let (drained_server, removed_server) = (1 + round % 5, 1 + (round + 2) % 5);
-        env.set_admin_state(drained_server, Some(AdminState::Draining));
+        env.set_admin_state(drained_server, Some(ServerAdminState::Draining));
         env.wait_for_connections(1_250);
         env.set_admin_state(removed_server, None);
         env.wait_for_connections(1_250);
-        env.set_admin_state(drained_server, Some(AdminState::Active));
+        env.set_admin_state(drained_server, Some(ServerAdminState::Active));
         if round % 5 == 0 {
             env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
         }
         env.wait_for_connections(1_250);
-        env.set_admin_state(removed_server, Some(AdminState::Active));
+        env.set_admin_state(removed_server, Some(ServerAdminState::Active));
         env.wait_for_connections(1_250);
     }
     assert_packets_decided_by_cookie(&env, packet_counts_before);
@@ -202,10 +202,10 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
 }
 
 /// Asserts that a load balancer whose kernel does not route packets reports the missing setting.
-fn assert_missing_forwarding_is_reported(env: &TestEnv) {
+fn assert_missing_forwarding_is_reported(env: &FleetTestEnv) {
     assert_eq!(query_lb_state(env)["warnings"], Value::Array(Vec::new()));
     set_kernel_forwarding(env, "0");
-    eventually(*DEFAULT_TIMEOUT, "that it does not route is shown", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "that it does not route is shown", || {
         query_lb_state(env)["warnings"][0]
             .as_str()
             .is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
@@ -214,7 +214,7 @@ fn assert_missing_forwarding_is_reported(env: &TestEnv) {
 
 #[test]
 fn server_with_unusable_clock_is_reported_and_keeps_connections() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     // One server has no timestamps, and one of the other servers drains.
     let mut env = start_env(
         "lbtsown",
@@ -223,17 +223,17 @@ fn server_with_unusable_clock_is_reported_and_keeps_connections() {
     );
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(375);
-    env.set_admin_state(4, Some(AdminState::Draining));
+    env.set_admin_state(4, Some(ServerAdminState::Draining));
     env.wait_for_connections(75);
     env.set_admin_state(1, None);
     env.wait_for_connections(75);
     env.fleet.kill_daemon("lb1").unwrap();
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_connections(75);
-    env.set_admin_state(1, Some(AdminState::Active));
-    let clock_state = |server| query_server_clock_state_and_fault(&env, server).0;
-    eventually(*DEFAULT_TIMEOUT, "the clocks are known", || {
-        [clock_state("s1"), clock_state("s2"), clock_state("s3"), clock_state("s4")]
+    env.set_admin_state(1, Some(ServerAdminState::Active));
+    let query_clock_state = |server| query_server_clock_state_and_fault(&env, server).0;
+    assert_eventually(*DEFAULT_TIMEOUT, "the clocks are known", || {
+        [query_clock_state("s1"), query_clock_state("s2"), query_clock_state("s3"), query_clock_state("s4")]
             == ["no-timestamps", "per-connection", "known", "known"]
     });
     let state_and_fault = query_server_clock_state_and_fault(&env, "s1");
@@ -242,12 +242,12 @@ fn server_with_unusable_clock_is_reported_and_keeps_connections() {
     assert!(status_output.contains("clocks     web0: 3 of 4 servers'"), "{status_output}");
     assert!(status_output.contains("! s1 of web0 is not stamped: "), "{status_output}");
     for counter in ["flow_table", "reply_unchanged"] {
-        eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
+        assert_eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
     }
 
     // With the right setting, the server's new connections are stamped.
     env.testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", CLOCK_PER_CONNECTION)]).unwrap();
-    eventually(*DEFAULT_TIMEOUT, "the clock of s1 is known", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the clock of s1 is known", || {
         query_server_clock_state_and_fault(&env, "s1").0 == "per-connection"
     });
     assert_streams_unbroken(stream_client);

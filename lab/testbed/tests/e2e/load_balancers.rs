@@ -3,33 +3,33 @@
 
 use std::time::Duration;
 
-use coreward_model::consistency::Consistency;
+use coreward_model::consistency::ConsistencyMode;
 use coreward_testbed::addresses::AddressFamily;
-use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_streams_unbroken, eventually};
+use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken};
 
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 
-fn start_env(instance: &str, consistency: Consistency, family: AddressFamily) -> TestEnv {
+fn start_env(instance: &str, consistency: ConsistencyMode, family: AddressFamily) -> FleetTestEnv {
     let options = TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: 4,
         load_balancer_count: 2,
         family,
         ..TestbedOptions::default()
     };
-    TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..FleetOptions::default() })
+    FleetTestEnv::start(options, FleetOptions { consistency, policy_name: "rr".to_owned(), ..FleetOptions::default() })
 }
 
 /// Asserts that no connection breaks when servers and load balancers are drained, added, killed and removed.
-fn assert_changes_break_no_connection(env: &mut TestEnv) {
+fn assert_changes_break_no_connection(env: &mut FleetTestEnv) {
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(225);
     // From here on, `rr` selects other servers for most connections. So packets that are placed by a rule instead of by
     // a cookie reach the wrong server.
-    env.set_admin_state(1, Some(AdminState::Draining));
+    env.set_admin_state(1, Some(ServerAdminState::Draining));
     env.wait_for_connections(75);
     assert_eq!(env.fleet.add_load_balancer(&mut env.testbed).unwrap(), 3);
     env.wait_for_connections(75);
@@ -51,33 +51,33 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
 
 #[test]
 fn load_balancers_join_and_leave_without_breaking_connections() {
-    skip_if!(missing_testbed_rights());
-    let mut env = start_env("lbs", Consistency::Stateless, AddressFamily::Ipv4);
+    skip_if!(find_missing_testbed_rights());
+    let mut env = start_env("lbs", ConsistencyMode::Stateless, AddressFamily::Ipv4);
     assert_changes_break_no_connection(&mut env);
     for daemon in ["lb2", "lb3"] {
-        eventually(*DEFAULT_TIMEOUT, daemon, || env.query_load_balancer_counter(daemon, "established") > 0);
+        assert_eventually(*DEFAULT_TIMEOUT, daemon, || env.query_load_balancer_counter(daemon, "established") > 0);
     }
 }
 
 #[test]
 fn connections_survive_lost_connection_tables() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     assert_lost_tables_break_no_connection("lbsfull", AddressFamily::Ipv4);
 }
 
 /// Tests changes of the load balancer like those after a client draws a new IPv6 flow label, which changes its path.
 #[test]
 fn ipv6_connections_survive_lost_connection_tables() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     assert_lost_tables_break_no_connection("lbsfull6", AddressFamily::Ipv6);
 }
 
 fn assert_lost_tables_break_no_connection(instance: &str, family: AddressFamily) {
-    let mut env = start_env(instance, Consistency::Stateful, family);
+    let mut env = start_env(instance, ConsistencyMode::Stateful, family);
     assert_changes_break_no_connection(&mut env);
     // Some packets must have reached a load balancer that does not own the entry. Others must have been broadcast after
     // the owner was gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {
-        eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 0);
+        assert_eventually(*DEFAULT_TIMEOUT, counter, || env.sum_counter(counter) > 0);
     }
 }

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use coreward_testbed::nginx::{LARGE_FILE_PATH, WORKER_IDENTITY_PATH};
-use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, find_missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::eventually;
+use crate::support::assert_eventually;
 use crate::support::load::{start_load_generator, wait_for_report};
 
 fn count_in_report(report: &Value, name: &str) -> u64 {
@@ -15,7 +15,7 @@ fn count_in_report(report: &Value, name: &str) -> u64 {
 
 #[test]
 fn requests_to_a_paced_server_take_their_service_times() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tloadtcp")?;
     let server = testbed.start_paced_server(1)?;
     let load_options = "--transport tcp --rate 500 --arrivals fixed --seconds 2 --warm-up 0 --flows 16 --timeout 10";
@@ -37,14 +37,14 @@ fn requests_to_a_paced_server_take_their_service_times() -> anyhow::Result<()> {
 
 #[test]
 fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tloadbroken")?;
     let server = testbed.start_paced_server(1)?;
     let options = "--transport tcp --rate 400 --seconds 12 --warm-up 0 --flows 8 --timeout 1 --service exp:1000";
     let load_process = start_load_generator(&testbed, options)?;
     // 800 requests of a millisecond are 2 s of the load.
     let has_worked_long_enough = || server.read_core_busy_ns().unwrap().iter().sum::<u64>() > 800_000_000;
-    eventually(Duration::from_secs(40), "requests are served", has_worked_long_enough);
+    assert_eventually(Duration::from_secs(40), "requests are served", has_worked_long_enough);
     drop(server);
     std::thread::sleep(Duration::from_millis(1_000));
     let server = testbed.start_paced_server(1)?;
@@ -68,7 +68,7 @@ fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
 
 #[test]
 fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tloadhttp")?;
     let nginx = testbed.start_nginx(1)?;
     let start_http_load = |path: &str, rate: u32| {
@@ -78,24 +78,24 @@ fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
         )
     };
     let worker_path_report = wait_for_report(start_http_load(WORKER_IDENTITY_PATH, 500)?)?;
-    let error_counts = |report: &Value| {
+    let read_error_counts = |report: &Value| {
         ["lost", "failed", "broken_connections", "malformed"].map(|name| count_in_report(report, name))
     };
-    assert_eq!(error_counts(&worker_path_report), [0; 4], "{worker_path_report}");
+    assert_eq!(read_error_counts(&worker_path_report), [0; 4], "{worker_path_report}");
     assert!((850..1_150).contains(&count_in_report(&worker_path_report, "requests")), "{worker_path_report}");
     // Responses of a megabyte need many reads each.
     let large_file_report = wait_for_report(start_http_load(LARGE_FILE_PATH, 20)?)?;
-    assert_eq!(error_counts(&large_file_report), [0; 4], "{large_file_report}");
+    assert_eq!(read_error_counts(&large_file_report), [0; 4], "{large_file_report}");
     let missing_file_report = wait_for_report(start_http_load("/missing", 100)?)?;
     assert_eq!(
-        error_counts(&missing_file_report),
+        read_error_counts(&missing_file_report),
         [0, count_in_report(&missing_file_report, "requests"), 0, 0],
         "{missing_file_report}"
     );
     // A reload ends all connections of old workers, and the generator opens new ones to the new workers.
     let running_load = start_http_load(WORKER_IDENTITY_PATH, 200)?;
     std::thread::sleep(Duration::from_millis(700));
-    nginx.reload(&testbed, 1, 2)?;
+    nginx.reload_configuration(&testbed, 1, 2)?;
     let reload_report = wait_for_report(running_load)?;
     assert_eq!(
         count_in_report(&reload_report, "requests"),
@@ -111,7 +111,7 @@ fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
 
 #[test]
 fn waiting_for_a_free_connection_counts_as_latency() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tloadwait")?;
     let _nginx = testbed.start_nginx(1)?;
     // There is one connection, and answers take minutes (1 MB at 4 kB/s). So the first request stays outstanding, and

@@ -7,30 +7,32 @@ use std::time::Duration;
 use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
-use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{
+    DEFAULT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if,
+};
 use serde_json::Value;
 
-use crate::support::{self, eventually, fetch_metrics_page};
+use crate::support::{self, assert_eventually, fetch_metrics_page};
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
-fn run_script(testbed: &Testbed, namespace: &Namespace, command: &str) {
+fn run_script(testbed: &Testbed, namespace: &NetworkNamespace, command: &str) {
     let mut shell = Command::new("sh");
     shell.args(["-ec", command]);
     testbed.run_command(namespace, shell).unwrap();
 }
 
-struct TestEnv {
+struct LostFramesEnv {
     fleet: Fleet,
     testbed: Testbed,
 }
 
-impl TestEnv {
+impl LostFramesEnv {
     /// Starts the environment. The command `switch_script` changes the other end of the load balancer's device before
     /// the daemon starts.
     fn start(instance: &str, switch_script: &str) -> Self {
         let options =
-            TestbedOptions { instance: instance.to_owned(), server_count: 2, core_count: 1, ..Default::default() };
+            TestbedOptions { instance_name: instance.to_owned(), server_count: 2, core_count: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
         run_script(&testbed, testbed.switch(), switch_script);
         let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
@@ -61,24 +63,24 @@ impl TestEnv {
     /// Returns the value of a time series in the load balancer's metrics.
     fn fetch_metric_value(&self, series: &str) -> f64 {
         let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
-        support::series_value(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))
+        support::find_series_value(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))
     }
 }
 
 #[test]
 fn dropped_frames_and_failing_handshakes_are_reported() {
-    skip_if!(missing_testbed_rights());
-    let env = TestEnv::start("lostframes", "");
+    skip_if!(find_missing_testbed_rights());
+    let env = LostFramesEnv::start("lostframes", "");
     let _nginx_servers = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
     (0..20).for_each(|_| assert!(env.can_connect(*DEFAULT_TIMEOUT)));
-    eventually(*DEFAULT_TIMEOUT, "no warning", || env.query_lb_warnings() == "[]");
+    assert_eventually(*DEFAULT_TIMEOUT, "no warning", || env.query_lb_warnings() == "[]");
 
     // veth drops frames that XDP sends to a device that has neither an XDP program nor GRO.
     run_script(&env.testbed, env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let dropped_frames_warning = format!("{HOST_DEVICE} drops frames that XDP sent");
     let failing_handshakes_warning = "service web0: most new connections do not become established";
     let missing_program_warning = format!("the other end of the veth {HOST_DEVICE} has no XDP program");
-    eventually(*DEFAULT_TIMEOUT, "status has all three", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "status has all three", || {
         (0..8).for_each(|_| assert!(!env.can_connect(Duration::from_millis(50))));
         [&dropped_frames_warning, failing_handshakes_warning, &missing_program_warning]
             .iter()
@@ -88,7 +90,7 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
     assert!(env.fetch_metric_value("coreward_lb_send_drops_total") >= 20.0);
 
     attach_xdp_pass(env.testbed.switch(), "lb1").unwrap();
-    eventually(*DEFAULT_TIMEOUT, "the warnings end", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the warnings end", || {
         assert!(env.can_connect(*DEFAULT_TIMEOUT));
         env.query_lb_warnings() == "[]"
     });
@@ -98,15 +100,15 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
 /// works only as long as the daemon's frames wake that end's poll.
 #[test]
 fn new_connections_continue_when_the_daemon_is_killed() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     for (instance, switch_script, mode) in [
         ("killednative", "", "native"),
         ("killedgeneric", "ip link set dev lb1 xdp off; ethtool -K lb1 gro on", "generic"),
     ] {
-        let mut env = TestEnv::start(instance, switch_script);
+        let mut env = LostFramesEnv::start(instance, switch_script);
         run_script(&env.testbed, env.testbed.load_balancer(1).unwrap(), &format!("ethtool -K {HOST_DEVICE} tso off"));
         let _nginx_servers = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
-        eventually(*DEFAULT_TIMEOUT, "the load balancer reports", || env.query_lb_state()["xdp_mode"] == mode);
+        assert_eventually(*DEFAULT_TIMEOUT, "the load balancer reports", || env.query_lb_state()["xdp_mode"] == mode);
         (0..20).for_each(|n| assert!(env.can_connect(*DEFAULT_TIMEOUT), "connection {n}, {mode}"));
         env.fleet.kill_daemon("lb1").unwrap();
         (0..20).for_each(|n| assert!(env.can_connect(*DEFAULT_TIMEOUT), "connection {n} after SIGKILL, {mode}"));

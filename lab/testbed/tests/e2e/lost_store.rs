@@ -5,13 +5,13 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_binary, operator_command};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{Fleet, FleetOptions, build_operator_command, coreward_binary_path};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_connections_answered, duration_until_logged, eventually,
-    fetch_metrics_page, open_keepalive_connections, series_value,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_connections_answered, assert_eventually, fetch_metrics_page,
+    find_series_value, measure_duration_until_logged, open_keepalive_connections,
 };
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
@@ -34,7 +34,7 @@ fn assert_lost_store_is_reported(status: &Value) {
 /// Returns the value of the time series `name` on the metrics page of load balancer 1.
 fn fetch_metric_value(testbed: &Testbed, name: &str) -> Option<f64> {
     let page = fetch_metrics_page(testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).ok()?;
-    series_value(&page, name)
+    find_series_value(&page, name)
 }
 
 fn fetch_warning_count(testbed: &Testbed) -> Option<f64> {
@@ -48,8 +48,9 @@ fn can_connect(testbed: &Testbed, vip: &str) -> bool {
 
 #[test]
 fn loss_of_the_store_interrupts_no_service() {
-    skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "lost".to_owned(), server_count: 2, core_count: 1, ..Default::default() };
+    skip_if!(find_missing_testbed_rights());
+    let options =
+        TestbedOptions { instance_name: "lost".to_owned(), server_count: 2, core_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx_servers = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let options = FleetOptions {
@@ -64,12 +65,12 @@ fn loss_of_the_store_interrupts_no_service() {
     fs::remove_file(testbed.directory().join("controller.redb")).unwrap();
     fleet.restart_daemon(&testbed, "controller").unwrap();
     let query_status = || fleet.query_status(&testbed).unwrap_or_default();
-    let first_lb = |status: &Value| status["load_balancers"].get(0).cloned().unwrap_or_default();
-    eventually(*DEFAULT_TIMEOUT, "the load balancer reports to the controller without a store", || {
-        first_lb(&query_status())["state"].is_object()
+    let read_first_lb = |status: &Value| status["load_balancers"].get(0).cloned().unwrap_or_default();
+    assert_eventually(*DEFAULT_TIMEOUT, "the load balancer reports to the controller without a store", || {
+        read_first_lb(&query_status())["state"].is_object()
     });
     assert_lost_store_is_reported(&query_status());
-    let used_generations = first_lb(&query_status())["state"]["table_generations"].to_string();
+    let used_generations = read_first_lb(&query_status())["state"]["table_generations"].to_string();
     assert!(used_generations.contains("web"), "{used_generations}");
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     assert_connections_answered(&mut connections_before);
@@ -78,19 +79,19 @@ fn loss_of_the_store_interrupts_no_service() {
     let empty_document_path = testbed.directory().join("none.toml");
     fs::write(&empty_document_path, "report_interval = \"50ms\"\n").unwrap();
     let apply_command =
-        operator_command(&testbed, &["apply", "--yes", &empty_document_path.display().to_string()]).unwrap();
+        build_operator_command(&testbed, &["apply", "--yes", &empty_document_path.display().to_string()]).unwrap();
     testbed.run_command(testbed.controller(), apply_command).unwrap();
-    eventually(*DEFAULT_TIMEOUT, "the load balancer has no service", || {
-        first_lb(&query_status())["state"]["table_generations"].as_object().is_some_and(serde_json::Map::is_empty)
+    assert_eventually(*DEFAULT_TIMEOUT, "the load balancer has no service", || {
+        read_first_lb(&query_status())["state"]["table_generations"].as_object().is_some_and(serde_json::Map::is_empty)
     });
     assert_eq!(query_status()["warnings"].to_string(), "[]");
 }
 
 #[test]
 fn configuration_is_saved_as_soon_as_disk_has_space() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let options =
-        TestbedOptions { instance: "unsaved".to_owned(), server_count: 2, core_count: 1, ..Default::default() };
+        TestbedOptions { instance_name: "unsaved".to_owned(), server_count: 2, core_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
     let options = FleetOptions {
@@ -100,30 +101,32 @@ fn configuration_is_saved_as_soon_as_disk_has_space() {
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let saved_configuration_path = testbed.directory().join("lb1.configuration");
-    eventually(*DEFAULT_TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
+    assert_eventually(*DEFAULT_TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
 
     // The load balancer writes a new file at this path, and then renames it.
     let obstacle_path = testbed.directory().join("lb1.new");
-    eventually(*DEFAULT_TIMEOUT, "no write is under way", || fs::create_dir(&obstacle_path).is_ok());
+    assert_eventually(*DEFAULT_TIMEOUT, "no write is under way", || fs::create_dir(&obstacle_path).is_ok());
     let configuration_before = fs::read(&saved_configuration_path).unwrap();
     let mut pool = fleet.server_pool().clone();
     pool.remove(&2);
-    fleet.set_pool(&testbed, pool).unwrap();
+    fleet.set_server_pool(&testbed, pool).unwrap();
     let query_lb_warnings = |fleet: &Fleet| {
         let status = fleet.query_status(&testbed).unwrap_or_default();
         status["load_balancers"][0]["state"]["warnings"].to_string()
     };
-    eventually(*DEFAULT_TIMEOUT, "status has the failure", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "status has the failure", || {
         query_lb_warnings(&fleet).contains("the configuration is not saved")
     });
     assert_eq!(fs::read(&saved_configuration_path).unwrap(), configuration_before);
-    eventually(*DEFAULT_TIMEOUT, "the metric counts the failure", || fetch_warning_count(&testbed).unwrap() == 1.0);
+    assert_eventually(*DEFAULT_TIMEOUT, "the metric counts the failure", || {
+        fetch_warning_count(&testbed).unwrap() == 1.0
+    });
 
     fs::remove_dir(&obstacle_path).unwrap();
-    eventually(*DEFAULT_TIMEOUT, "the write is retried", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the write is retried", || {
         fs::read(&saved_configuration_path).unwrap() != configuration_before
     });
-    eventually(*DEFAULT_TIMEOUT, "the failure is over", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the failure is over", || {
         query_lb_warnings(&fleet) == "[]" && fetch_warning_count(&testbed).unwrap() == 0.0
     });
 }
@@ -131,7 +134,7 @@ fn configuration_is_saved_as_soon_as_disk_has_space() {
 /// Restarts the load balancer without its pinned BPF objects, as after a reboot.
 fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill_daemon("lb1").unwrap();
-    let mut detach_command = Command::new(coreward_binary().unwrap());
+    let mut detach_command = Command::new(coreward_binary_path().unwrap());
     detach_command.args(["lb", "--detach", "--config"]).arg(testbed.directory().join("lb1.toml"));
     testbed.run_command(testbed.load_balancer(1).unwrap(), detach_command).unwrap();
     fleet.restart_daemon(testbed, "lb1").unwrap();
@@ -139,9 +142,9 @@ fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
 
 #[test]
 fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let options =
-        TestbedOptions { instance: "unpinned".to_owned(), server_count: 2, core_count: 1, ..Default::default() };
+        TestbedOptions { instance_name: "unpinned".to_owned(), server_count: 2, core_count: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx_servers = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
@@ -154,16 +157,16 @@ fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let saved_configuration_path = testbed.directory().join("lb1.configuration");
-    eventually(*DEFAULT_TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
+    assert_eventually(*DEFAULT_TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
     let mut connections_before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     fleet.kill_daemon("controller").unwrap();
 
     restart_without_pins(&testbed, &mut fleet);
-    eventually(*DEFAULT_TIMEOUT, "the MAC addresses are known", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the MAC addresses are known", || {
         fetch_metric_value(&testbed, "coreward_lb_unresolved_servers{load_balancer=\"lb1\"}") == Some(0.0)
     });
     assert_connections_answered(&mut connections_before);
-    eventually(*DEFAULT_TIMEOUT, "the load balancer makes a table", || can_connect(&testbed, "10.200.0.1:80"));
+    assert_eventually(*DEFAULT_TIMEOUT, "the load balancer makes a table", || can_connect(&testbed, "10.200.0.1:80"));
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     assert_eq!(fetch_metric_value(&testbed, "coreward_lb_expired_tables"), Some(1.0));
     assert!(!can_connect(&testbed, "10.200.0.1:81"), "a new connection by bucket without a table");
@@ -177,12 +180,12 @@ fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     let restart_time = SystemTime::now();
     restart_without_pins(&testbed, &mut fleet);
     let warning_words = "no configuration: packets for VIPs pass to this machine";
-    eventually(*DEFAULT_TIMEOUT, warning_words, || {
-        duration_until_logged(&testbed, 1, warning_words, restart_time).is_some()
+    assert_eventually(*DEFAULT_TIMEOUT, warning_words, || {
+        measure_duration_until_logged(&testbed, 1, warning_words, restart_time).is_some()
     });
     assert_eq!(fetch_warning_count(&testbed), Some(1.0));
 
     fleet.restart_daemon(&testbed, "controller").unwrap();
-    eventually(*DEFAULT_TIMEOUT, "a configuration", || fetch_warning_count(&testbed) == Some(0.0));
+    assert_eventually(*DEFAULT_TIMEOUT, "a configuration", || fetch_warning_count(&testbed) == Some(0.0));
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 }

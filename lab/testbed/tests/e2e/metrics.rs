@@ -10,17 +10,17 @@ use coreward_control_server as _;
 use coreward_lb as _;
 use coreward_metrics::table::{Component, METRICS};
 use coreward_testbed::fleet::FleetOptions;
-use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, NetworkNamespace, TestbedOptions, find_missing_testbed_rights, skip_if};
 use prometheus_parse::{Scrape, Value};
 
-use crate::support::{TestEnv, assert_streams_unbroken, eventually, fetch_metrics_page};
+use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken, fetch_metrics_page};
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
 /// Values of the samples on a metrics page, by metric name and labels, as the crate `prometheus_parse` parses them.
-type SampleValues = BTreeMap<(String, BTreeMap<String, String>), f64>;
+type MetricSampleValues = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
-fn scrape_metrics(env: &TestEnv, host: &Namespace) -> Option<SampleValues> {
+fn scrape_metrics(env: &FleetTestEnv, host: &NetworkNamespace) -> Option<MetricSampleValues> {
     let text = fetch_metrics_page(&env.testbed, host, METRICS_ADDRESS).ok()?;
     assert!(text.ends_with("# EOF\n"), "{text}");
     // Remove the end marker, because the parser accepts only Prometheus' own format, which has no end marker.
@@ -32,24 +32,26 @@ fn scrape_metrics(env: &TestEnv, host: &Namespace) -> Option<SampleValues> {
         Value::Histogram(classes) => classes.last().map(|last| last.count),
         Value::Summary(_) => None,
     };
-    let label_map = |labels: &prometheus_parse::Labels| {
+    let to_label_map = |labels: &prometheus_parse::Labels| {
         labels.iter().map(|(name, value)| (name.clone(), value.clone())).collect::<BTreeMap<_, _>>()
     };
     Some(
         samples
             .into_iter()
-            .filter_map(|sample| Some(((sample.metric.clone(), label_map(&sample.labels)), to_number(sample.value)?)))
+            .filter_map(|sample| {
+                Some(((sample.metric.clone(), to_label_map(&sample.labels)), to_number(sample.value)?))
+            })
             .collect(),
     )
 }
 
-fn sum_samples_with_label(values: &SampleValues, name: &str, label: (&str, &str)) -> f64 {
+fn sum_samples_with_label(values: &MetricSampleValues, name: &str, label: (&str, &str)) -> f64 {
     let has_label = |labels: &BTreeMap<String, String>| labels.get(label.0).is_some_and(|value| value == label.1);
     values.iter().filter(|((metric, labels), _)| metric == name && has_label(labels)).map(|(_, value)| value).sum()
 }
 
 /// Asserts that a component serves all of its documented metrics, except for those that appear only after an event.
-fn assert_documented_metrics_are_served(component: Component, values: &SampleValues) {
+fn assert_documented_metrics_are_served(component: Component, values: &MetricSampleValues) {
     let find_documented_metric = |name: &str| {
         METRICS.iter().find(|metric| {
             let name_suffix = name.strip_prefix(metric.name);
@@ -81,16 +83,16 @@ fn assert_documented_metrics_are_served(component: Component, values: &SampleVal
 }
 
 /// Starts a fleet in which every daemon serves its metrics.
-fn start_env() -> TestEnv {
+fn start_env() -> FleetTestEnv {
     let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
     let testbed_options =
-        TestbedOptions { instance: "metrics".to_owned(), server_count: 2, ..TestbedOptions::default() };
+        TestbedOptions { instance_name: "metrics".to_owned(), server_count: 2, ..TestbedOptions::default() };
     let options = FleetOptions {
         extra_load_balancer_text: metrics_config.clone(),
         extra_agent_text: metrics_config.clone(),
         ..FleetOptions::default()
     };
-    let mut env = TestEnv::start(testbed_options, options);
+    let mut env = FleetTestEnv::start(testbed_options, options);
     // Top-level keys must come before the tables in the file.
     let controller_config_path = env.testbed.directory().join("controller.toml");
     let controller_config = fs::read_to_string(&controller_config_path).unwrap();
@@ -102,7 +104,7 @@ fn start_env() -> TestEnv {
 }
 
 /// Asserts that the controller's metrics and `coreward status` count the same rejected reports.
-fn assert_rejected_reports_are_counted(env: &TestEnv, controller_samples: &SampleValues) {
+fn assert_rejected_reports_are_counted(env: &FleetTestEnv, controller_samples: &MetricSampleValues) {
     let status = env.fleet.query_status(&env.testbed).unwrap();
     let rejected_report_count: u64 = status["rejected_reports"]
         .as_object()
@@ -116,20 +118,20 @@ fn assert_rejected_reports_are_counted(env: &TestEnv, controller_samples: &Sampl
 }
 
 /// Asserts that the agent, the controller and `status` count the same warnings, including one that this test causes.
-fn assert_warnings_are_counted(env: &TestEnv) {
+fn assert_warnings_are_counted(env: &FleetTestEnv) {
     let (controller, server) = (env.testbed.controller(), env.testbed.server(1).unwrap());
     server.run_within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
-    let warning_count = |host: &Namespace| {
+    let count_warnings = |host: &NetworkNamespace| {
         sum_samples_with_label(&scrape_metrics(env, host).unwrap(), "coreward_server_warnings", ("server", "s1"))
     };
-    eventually(*DEFAULT_TIMEOUT, "all count the agent's warning", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "all count the agent's warning", || {
         let status = env.fleet.query_status(&env.testbed).unwrap_or_default();
         let servers = status["servers"].as_array().cloned().unwrap_or_default();
         let status_warnings =
             servers.iter().find(|server| server["name"] == "s1").map(|server| server["warnings"].clone());
         let status_warnings: Vec<String> =
             serde_json::from_value(status_warnings.unwrap_or_default()).unwrap_or_default();
-        let warning_counts = [warning_count(server), warning_count(controller)];
+        let warning_counts = [count_warnings(server), count_warnings(controller)];
         status_warnings.iter().any(|warning| warning.contains("tcp_timestamps"))
             && warning_counts == [status_warnings.len() as f64; 2]
     });
@@ -137,25 +139,25 @@ fn assert_warnings_are_counted(env: &TestEnv) {
 
 #[test]
 fn endpoints_serve_the_documented_metrics() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let env = start_env();
     let stream_client = env.start_streams(100.0);
-    eventually(*DEFAULT_TIMEOUT, "there is traffic", || env.sum_counter("new_connection") > 150);
+    assert_eventually(*DEFAULT_TIMEOUT, "there is traffic", || env.sum_counter("new_connection") > 150);
     assert_streams_unbroken(stream_client);
 
     let (controller, balancer) = (env.testbed.controller(), env.testbed.load_balancer(1).unwrap());
     let server = env.testbed.server(1).unwrap();
-    let scrape_all = |host: &Namespace| scrape_metrics(&env, host).unwrap();
+    let scrape_all = |host: &NetworkNamespace| scrape_metrics(&env, host).unwrap();
     assert_documented_metrics_are_served(Component::Lb, &scrape_all(balancer));
     assert_documented_metrics_are_served(Component::Agent, &scrape_all(server));
     // Wait, because the controller has a load balancer's last report, which is at most a second old.
-    eventually(*DEFAULT_TIMEOUT, "the controller has its load balancer's counts", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the controller has its load balancer's counts", || {
         let (controller_samples, lb_samples) = (scrape_all(controller), scrape_all(balancer));
-        let new_connections = |values: &SampleValues| {
+        let sum_new_connections = |values: &MetricSampleValues| {
             sum_samples_with_label(values, "coreward_lb_packets_total", ("decision", "new_connection"))
         };
-        new_connections(&controller_samples) > 0.0
-            && new_connections(&controller_samples) == new_connections(&lb_samples)
+        sum_new_connections(&controller_samples) > 0.0
+            && sum_new_connections(&controller_samples) == sum_new_connections(&lb_samples)
     });
     let (controller_samples, lb_samples) = (scrape_all(controller), scrape_all(balancer));
     assert_documented_metrics_are_served(Component::Controller, &controller_samples);

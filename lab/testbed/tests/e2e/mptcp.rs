@@ -11,11 +11,11 @@ use std::process::Command;
 use std::time::Duration;
 
 use coreward_testbed::addresses::{FIRST_IPV4_VIP, SERVICE_ADDRESS};
-use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{Fleet, FleetOptions, ServerAdminState};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, counters, find_missing_testbed_rights, skip_if};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::support::{eventually, run_command_line, sleep_ms};
+use crate::support::{assert_eventually, run_command_line, sleep_ms};
 
 const SERVER_COUNT: u16 = 3;
 /// Number of connections in the test. With random placement, a server gets no connection once in 10^6 runs.
@@ -25,7 +25,7 @@ const TRANSFER_BYTES: usize = 100_000;
 const FIRST_JOIN_PORT: u16 = 8000;
 
 fn missing_mptcp_reason() -> Option<String> {
-    if let Some(rights) = missing_testbed_rights() {
+    if let Some(rights) = find_missing_testbed_rights() {
         return Some(rights);
     }
     let enabled_setting = std::fs::read_to_string("/proc/sys/net/mptcp/enabled").unwrap_or_default();
@@ -111,7 +111,7 @@ fn query_server(stream: &mut TcpStream, length: usize) -> u16 {
 
 fn create_testbed() -> Testbed {
     let options = TestbedOptions {
-        instance: "mptcp".to_owned(),
+        instance_name: "mptcp".to_owned(),
         server_count: SERVER_COUNT,
         core_count: 1,
         load_balancer_count: 2,
@@ -136,7 +136,7 @@ fn start_mptcp_servers(testbed: &Testbed) {
 }
 
 /// Opens connections to the service, and returns them with the numbers of their servers.
-fn open_streams(client: &coreward_testbed::Namespace) -> Vec<(TcpStream, u16)> {
+fn open_streams(client: &coreward_testbed::NetworkNamespace) -> Vec<(TcpStream, u16)> {
     client
         .run_within(|| {
             let open_stream = |_| {
@@ -150,16 +150,20 @@ fn open_streams(client: &coreward_testbed::Namespace) -> Vec<(TcpStream, u16)> {
 }
 
 /// Waits until every connection has a second subflow, and asserts that none has fallen back to TCP.
-fn assert_all_connections_are_joined(client: &coreward_testbed::Namespace) {
-    let client_counter = |name: &str| counters::read_kernel_counters(client).unwrap().get(name).copied().unwrap_or(0);
-    eventually(*DEFAULT_TIMEOUT, "every connection has a second subflow", || {
-        client_counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT
+fn assert_all_connections_are_joined(client: &coreward_testbed::NetworkNamespace) {
+    let read_client_counter =
+        |name: &str| counters::read_kernel_counters(client).unwrap().get(name).copied().unwrap_or(0);
+    assert_eventually(*DEFAULT_TIMEOUT, "every connection has a second subflow", || {
+        read_client_counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT
     });
-    assert_eq!(client_counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
-    assert_eq!(client_counter("MPTcpExtMPCapableFallbackSYNACK") + client_counter("MPTcpExtMPCapableFallbackACK"), 0);
+    assert_eq!(read_client_counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
+    assert_eq!(
+        read_client_counter("MPTcpExtMPCapableFallbackSYNACK") + read_client_counter("MPTcpExtMPCapableFallbackACK"),
+        0
+    );
 }
 
-fn abort_first_subflows(testbed: &Testbed, client: &coreward_testbed::Namespace) {
+fn abort_first_subflows(testbed: &Testbed, client: &coreward_testbed::NetworkNamespace) {
     let mut ss = Command::new("ss");
     ss.args([
         "--kill",
@@ -179,7 +183,7 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     start_mptcp_servers(&testbed);
     run_command_line(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
     let fleet_options = FleetOptions {
-        policy: "rr".to_owned(),
+        policy_name: "rr".to_owned(),
         extra_fleet_text: join_service_configs(),
         steers_connections: false,
         ..Default::default()
@@ -198,8 +202,8 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     };
     assert_connections_stay_at_servers();
     let mut pool = fleet.server_pool().clone();
-    pool.insert(1, AdminState::Draining);
-    fleet.set_pool(&testbed, pool).unwrap();
+    pool.insert(1, ServerAdminState::Draining);
+    fleet.set_server_pool(&testbed, pool).unwrap();
     fleet.kill_load_balancer(&mut testbed, 1, Duration::from_millis(150)).unwrap();
     sleep_ms(500);
     assert_connections_stay_at_servers();

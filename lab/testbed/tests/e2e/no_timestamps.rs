@@ -3,19 +3,19 @@
 
 use std::time::Duration;
 
-use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::{TestbedOptions, find_missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_streams_unbroken};
+use crate::support::{FleetTestEnv, assert_streams_unbroken};
 
-fn start_env(instance: &str, load_balancer_count: u16) -> TestEnv {
+fn start_env(instance: &str, load_balancer_count: u16) -> FleetTestEnv {
     let options = TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: 5,
         load_balancer_count,
         ..TestbedOptions::default()
     };
-    let mut env = TestEnv::start(options, FleetOptions::default());
+    let mut env = FleetTestEnv::start(options, FleetOptions::default());
     env.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", "0")]).unwrap();
     env.set_admin_state(5, None);
     env.fleet.wait_until_ready(&env.testbed).unwrap();
@@ -24,15 +24,15 @@ fn start_env(instance: &str, load_balancer_count: u16) -> TestEnv {
 
 #[test]
 fn flow_table_keeps_connections_while_servers_join_and_leave() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = start_env("nots", 1);
     let stream_client = env.start_streams(150.0);
     for (server, admin_state) in [
-        (5, Some(AdminState::Active)),
-        (1, Some(AdminState::Draining)),
+        (5, Some(ServerAdminState::Active)),
+        (1, Some(ServerAdminState::Draining)),
         (2, None),
-        (1, Some(AdminState::Active)),
-        (3, Some(AdminState::Draining)),
+        (1, Some(ServerAdminState::Active)),
+        (3, Some(ServerAdminState::Draining)),
     ] {
         env.wait_for_connections(225);
         env.set_admin_state(server, admin_state);
@@ -43,12 +43,12 @@ fn flow_table_keeps_connections_while_servers_join_and_leave() {
 
 #[test]
 fn load_balancer_without_flow_entry_finds_the_server() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = start_env("notslb", 2);
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);
     // The table of the load balancer that takes over contains the previous server of a bucket that has moved once.
-    env.set_admin_state(5, Some(AdminState::Active));
+    env.set_admin_state(5, Some(ServerAdminState::Active));
     env.wait_for_connections(300);
     env.fleet.kill_load_balancer(&mut env.testbed, 1, Duration::from_millis(150)).unwrap();
     env.wait_for_connections(225);

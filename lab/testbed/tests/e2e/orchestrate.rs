@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coreward_load::key_value::{MAX_DATAGRAM_BYTES, Request, key_name, parse_response};
+use coreward_load::key_value::{KeyValueRequest, MAX_DATAGRAM_BYTES, key_name, parse_response};
 use coreward_metrics::table::Component;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::DEFAULT_TIMEOUT;
-use coreward_testbed::fleet::{coreward_binary, lab_binary};
+use coreward_testbed::fleet::{coreward_binary_path, lab_binary_path};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use serde_json::Value;
 
-use crate::support::{effective_capabilities, eventually, retained_capabilities};
+use crate::support::{assert_eventually, read_effective_capabilities, retained_capability_mask};
 
 /// Timeout of a response, which normally takes microseconds. A request gets no response if its worker has just died.
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -56,13 +56,13 @@ impl Drop for RunningProcess {
     }
 }
 
-struct TestEnv {
+struct OrchestrateTestEnv {
     directory: tempfile::TempDir,
     config_path: PathBuf,
     service_address: SocketAddr,
 }
 
-impl TestEnv {
+impl OrchestrateTestEnv {
     /// Writes a configuration with four cores, in which GET has priority over all other requests.
     fn new() -> anyhow::Result<Self> {
         let directory = tempfile::tempdir()?;
@@ -87,8 +87,8 @@ impl TestEnv {
     fn start_orchestrator(&self) -> anyhow::Result<RunningProcess> {
         let _ = std::fs::remove_file(self.memory_path_text());
         let arguments = ["orchestrate", "--config", &self.config_path.display().to_string()];
-        let orchestrator = RunningProcess::start(&coreward_binary()?, &arguments)?;
-        eventually(*DEFAULT_TIMEOUT, "the memory exists", || Path::new(&self.memory_path_text()).exists());
+        let orchestrator = RunningProcess::start(&coreward_binary_path()?, &arguments)?;
+        assert_eventually(*DEFAULT_TIMEOUT, "the memory exists", || Path::new(&self.memory_path_text()).exists());
         Ok(orchestrator)
     }
 
@@ -99,20 +99,20 @@ impl TestEnv {
     fn start_server_with_options(&self, cores: &str, extra_options: &[&str]) -> anyhow::Result<RunningProcess> {
         let server_arguments =
             ["testbed", "orchestrated-server", "--memory", &self.memory_path_text(), "--cores", cores];
-        RunningProcess::start(&lab_binary()?, &[&server_arguments, extra_options].concat())
+        RunningProcess::start(&lab_binary_path()?, &[&server_arguments, extra_options].concat())
     }
 }
 
 /// Client that sends requests without waiting for the responses.
 pub struct RequestClient {
     pub socket: UdpSocket,
-    next_id: u32,
+    next_request_id: u32,
     pub sent_request_count: u64,
     received_response_count: Cell<u64>,
 }
 
 impl RequestClient {
-    fn new(env: &TestEnv) -> anyhow::Result<Self> {
+    fn new(env: &OrchestrateTestEnv) -> anyhow::Result<Self> {
         Self::connect(env.service_address)
     }
 
@@ -120,7 +120,7 @@ impl RequestClient {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.connect(server)?;
         socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
-        Ok(Self { socket, next_id: 0, sent_request_count: 0, received_response_count: Cell::new(0) })
+        Ok(Self { socket, next_request_id: 0, sent_request_count: 0, received_response_count: Cell::new(0) })
     }
 
     /// Sends a request of a type that needs `service_us` of core time. Returns its id.
@@ -134,16 +134,17 @@ impl RequestClient {
         service_us: u32,
         value: &[u8],
     ) -> anyhow::Result<u32> {
-        let (id, key) = (self.next_id, key_name(7));
+        let (id, key) = (self.next_request_id, key_name(7));
         let request_type = request_type.parse()?;
-        let request = Request { request_type, id, service_ns: service_us * 1000, key: key.as_bytes(), value };
+        let request =
+            KeyValueRequest { request_type, request_id: id, service_ns: service_us * 1000, key: key.as_bytes(), value };
         let mut datagram = Vec::new();
         request.write_datagram(&mut datagram);
         // Sending fails when no orchestrator has the port.
         if self.socket.send(&datagram).is_ok() {
             self.sent_request_count += 1;
         }
-        self.next_id += 1;
+        self.next_request_id += 1;
         Ok(id)
     }
 
@@ -163,7 +164,7 @@ impl RequestClient {
 
     fn send_bursts_until_cores_answer(&mut self, burst_size: usize, cores: &[u16]) {
         let mut has_answered = [false; 4];
-        eventually(*DEFAULT_TIMEOUT, "each core answers", || {
+        assert_eventually(*DEFAULT_TIMEOUT, "each core answers", || {
             (0..burst_size).for_each(|_| _ = self.send_request("GET", 50).unwrap());
             while let Some((_, core, pairs)) = self.receive_response() {
                 assert_eq!(pairs, 1);
@@ -207,7 +208,7 @@ pub fn assert_every_request_is_counted_once(report: &Value, received_count: u64)
 
 #[test]
 fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
-    let env = TestEnv::new()?;
+    let env = OrchestrateTestEnv::new()?;
     let orchestrator = env.start_orchestrator()?;
     let server = env.start_server("0,1,2,3")?;
     let mut client = RequestClient::new(&env)?;
@@ -238,31 +239,39 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
 /// The orchestrator drops its capabilities even if root has started it.
 #[test]
 fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
-    let env = TestEnv::new()?;
+    let env = OrchestrateTestEnv::new()?;
     let orchestrator = env.start_orchestrator()?;
-    assert_eq!(effective_capabilities(orchestrator.0.id()) & !retained_capabilities(Component::Orchestrate), 0);
+    assert_eq!(read_effective_capabilities(orchestrator.0.id()) & !retained_capability_mask(Component::Orchestrate), 0);
     orchestrator.terminate_and_report().map(drop)
 }
 
 #[test]
 fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
-    let env = TestEnv::new()?;
+    let env = OrchestrateTestEnv::new()?;
     let orchestrator = env.start_orchestrator()?;
     let (first_server, stopped_server) = (env.start_server("0,1")?, env.start_server("2,3")?);
     let mut client = RequestClient::new(&env)?;
     client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
     client.discard_responses();
     stopped_server.send_signal(Signal::SIGSTOP);
-    eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
+    assert_eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || {
+        client.send_burst_and_count_responses(8) < 8
+    });
     stopped_server.send_signal(Signal::SIGKILL);
     drop(stopped_server);
-    eventually(*DEFAULT_TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
+    assert_eventually(*DEFAULT_TIMEOUT, "the other process answers all", || {
+        client.send_burst_and_count_responses(8) == 8
+    });
     let second_server = env.start_server("2,3")?;
     client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
     client.discard_responses();
     first_server.send_signal(Signal::SIGSTOP);
-    eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
-    eventually(*DEFAULT_TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
+    assert_eventually(*DEFAULT_TIMEOUT, "stopped workers have requests", || {
+        client.send_burst_and_count_responses(8) < 8
+    });
+    assert_eventually(*DEFAULT_TIMEOUT, "the other process answers all", || {
+        client.send_burst_and_count_responses(8) == 8
+    });
     // The worker answers its requests when it continues.
     first_server.send_signal(Signal::SIGCONT);
     client.send_requests_until_cores_answer(&[0, 1, 2, 3]);
@@ -278,7 +287,7 @@ fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
 
 #[test]
 fn workers_reconnect_to_a_restarted_orchestrator() -> anyhow::Result<()> {
-    let env = TestEnv::new()?;
+    let env = OrchestrateTestEnv::new()?;
     let mut client = RequestClient::new(&env)?;
     let server = env.start_server("0,1,2,3")?;
     for signal in [Signal::SIGTERM, Signal::SIGKILL] {
@@ -294,7 +303,7 @@ fn workers_reconnect_to_a_restarted_orchestrator() -> anyhow::Result<()> {
 
 #[test]
 fn burst_takes_over_a_core_of_the_other_service() -> anyhow::Result<()> {
-    let env = TestEnv::new()?;
+    let env = OrchestrateTestEnv::new()?;
     let orchestrator = env.start_orchestrator()?;
     // At first GET has cores 0 and 1. All other requests have cores 2 and 3 and keep one of them.
     let options = ["--assignment", "dedicated", "--reserved", "1", "--epoch-us", "200"];
@@ -313,7 +322,7 @@ fn burst_takes_over_a_core_of_the_other_service() -> anyhow::Result<()> {
 
 /// Injector that kills, terminates, stops and resumes server processes, each of which runs a group of cores.
 struct ServerFaultInjector<'s> {
-    env: &'s TestEnv,
+    env: &'s OrchestrateTestEnv,
     server_processes: Vec<Option<RunningProcess>>,
     rng: Xoshiro256PlusPlus,
 }
@@ -322,20 +331,20 @@ impl ServerFaultInjector<'_> {
     const CORE_GROUPS: [&'static str; 3] = ["0", "1,2", "3"];
     const ASSIGNMENT_NAMES: [&'static str; 3] = ["share", "dedicated", "hybrid"];
 
-    fn random_below(&mut self, upper_bound: u32) -> usize {
+    fn random_number_below(&mut self, upper_bound: u32) -> usize {
         uniform_below(&mut self.rng, upper_bound) as usize
     }
 
     fn start_server_of_group(&mut self, group: usize) -> anyhow::Result<()> {
-        let assignment = Self::ASSIGNMENT_NAMES[self.random_below(3)];
+        let assignment = Self::ASSIGNMENT_NAMES[self.random_number_below(3)];
         let options = ["--assignment", assignment, "--epoch-us", "300"];
         self.server_processes[group] = Some(self.env.start_server_with_options(Self::CORE_GROUPS[group], &options)?);
         Ok(())
     }
 
     fn inject_random_fault(&mut self) -> anyhow::Result<()> {
-        let group = self.random_below(3);
-        match self.random_below(4) {
+        let group = self.random_number_below(3);
+        match self.random_number_below(4) {
             0 => {
                 self.server_processes[group] = None;
                 self.start_server_of_group(group)?;
@@ -359,14 +368,14 @@ impl ServerFaultInjector<'_> {
 
 #[test]
 fn every_request_has_exactly_one_outcome_while_workers_die() -> anyhow::Result<()> {
-    let env = TestEnv::new()?;
+    let env = OrchestrateTestEnv::new()?;
     let orchestrator = env.start_orchestrator()?;
     let (servers, generator) = ([None, None, None].into(), seeded_rng(1, 0));
     let mut fault_injector = ServerFaultInjector { env: &env, server_processes: servers, rng: generator };
     (0..3).try_for_each(|group| fault_injector.start_server_of_group(group))?;
     let mut client = RequestClient::new(&env)?;
     // The first request is not a GET, because some assignments run GET on no core.
-    eventually(*DEFAULT_TIMEOUT, "a core answers", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "a core answers", || {
         client.send_request("SCAN18", 0).is_ok() && client.receive_response().is_some()
     });
     client.socket.set_read_timeout(Some(Duration::from_millis(1)))?;

@@ -8,29 +8,31 @@ use std::process::Command;
 
 use coreward_load::key_value::MAX_VALUE_BYTES;
 use coreward_testbed::addresses::{HOST_DEVICE, server_address};
-use coreward_testbed::fleet::{coreward_binary, lab_binary};
-use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{coreward_binary_path, lab_binary_path};
+use coreward_testbed::{
+    DEFAULT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if,
+};
 use serde_json::Value;
 
 use crate::orchestrate::{RequestClient, RunningProcess, assert_every_request_is_counted_once, sum_over_services};
-use crate::support::{eventually, fetch_metrics_page, run_command_line, series_value};
+use crate::support::{assert_eventually, fetch_metrics_page, find_series_value, run_command_line};
 
 const REQUEST_COUNT: u64 = 400;
 const INTAKE_MODES: [&str; 4] = ["socket", "socket-fallback", "af-xdp", "af-xdp-zero-copy"];
 
-struct TestEnv {
+struct AfXdpTestEnv {
     testbed: Testbed,
     directory: tempfile::TempDir,
 }
 
-impl TestEnv {
+impl AfXdpTestEnv {
     fn new(instance: &str) -> anyhow::Result<Self> {
         let options =
-            TestbedOptions { instance: instance.to_owned(), server_count: 1, core_count: 4, ..Default::default() };
+            TestbedOptions { instance_name: instance.to_owned(), server_count: 1, core_count: 4, ..Default::default() };
         Ok(Self { testbed: Testbed::create(options)?, directory: tempfile::tempdir()? })
     }
 
-    fn server_host(&self) -> &Namespace {
+    fn server_host(&self) -> &NetworkNamespace {
         self.testbed.server(1).unwrap()
     }
 
@@ -46,13 +48,13 @@ impl TestEnv {
              [[service]]\nlisten = \"{listen}\"\npriority = 1\n"
         );
         std::fs::write(&config_path, config_text)?;
-        let mut command = Command::new(coreward_binary()?);
+        let mut command = Command::new(coreward_binary_path()?);
         command.args(["orchestrate", "--config", &config_path.display().to_string()]).stderr(File::create(&log)?);
         let orchestrator = self.server_host().run_within(|| RunningProcess::spawn(&mut command))?;
-        eventually(*DEFAULT_TIMEOUT, "the memory exists", || memory_path.exists());
+        assert_eventually(*DEFAULT_TIMEOUT, "the memory exists", || memory_path.exists());
         let server_arguments =
             ["testbed", "orchestrated-server", "--memory", &memory_path.display().to_string(), "--cores", "0,1"];
-        let server = RunningProcess::start(&lab_binary()?, &server_arguments)?;
+        let server = RunningProcess::start(&lab_binary_path()?, &server_arguments)?;
         let client = self.testbed.client().run_within(|| RequestClient::connect(listen))?;
         Ok(OrchestratedService {
             orchestrator,
@@ -71,7 +73,7 @@ impl TestEnv {
     fn read_intake_modes(&self, service: &OrchestratedService) -> Vec<&'static str> {
         let metrics_text = self.fetch_metrics_page(service);
         let mode_value =
-            |mode: &str| series_value(&metrics_text, &format!("coreward_orchestrate_intake{{mode=\"{mode}\"}}"));
+            |mode: &str| find_series_value(&metrics_text, &format!("coreward_orchestrate_intake{{mode=\"{mode}\"}}"));
         INTAKE_MODES.into_iter().filter(|mode| mode_value(mode) == Some(1.0)).collect()
     }
 }
@@ -87,7 +89,7 @@ struct OrchestratedService {
 impl OrchestratedService {
     /// Waits until the workers answer, then sends requests one by one, each after the response to the previous one.
     fn send_requests_one_by_one(&mut self) {
-        eventually(*DEFAULT_TIMEOUT, "a worker answers", || {
+        assert_eventually(*DEFAULT_TIMEOUT, "a worker answers", || {
             self.client.send_request("GET", 0).is_ok() && self.client.receive_response().is_some()
         });
         self.client.discard_responses();
@@ -115,7 +117,7 @@ fn log_contains_all(log: &Path, log_words: &[&str]) -> bool {
 }
 
 /// Asserts that a datagram to a port without a service still reaches the server's socket.
-fn assert_other_traffic_passes(env: &TestEnv) -> anyhow::Result<()> {
+fn assert_other_traffic_passes(env: &AfXdpTestEnv) -> anyhow::Result<()> {
     let receiver_address = SocketAddr::from((server_address(1), 4999));
     let receiver = env.server_host().run_within(|| Ok(UdpSocket::bind(receiver_address)?))?;
     receiver.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
@@ -129,8 +131,8 @@ fn assert_other_traffic_passes(env: &TestEnv) -> anyhow::Result<()> {
 
 #[test]
 fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
-    let env = TestEnv::new("taxdp")?;
+    skip_if!(find_missing_testbed_rights(), Ok(()));
+    let env = AfXdpTestEnv::new("taxdp")?;
     let mut service = env.start_service(4000)?;
     service.send_requests_one_by_one();
     let af_xdp_request_count = service.client.sent_request_count;
@@ -172,8 +174,8 @@ fn set_ip_options(socket: &UdpSocket) -> std::io::Result<()> {
 
 #[test]
 fn fallback_from_af_xdp_to_socket_is_reported() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
-    let env = TestEnv::new("tfallback")?;
+    skip_if!(find_missing_testbed_rights(), Ok(()));
+    let env = AfXdpTestEnv::new("tfallback")?;
     let mut first_service = env.start_service(4000)?;
     // The second service falls back to the socket, because an interface can have only one XDP program.
     let mut second_service = env.start_service(4100)?;
@@ -197,7 +199,7 @@ fn fallback_from_af_xdp_to_socket_is_reported() -> anyhow::Result<()> {
     let mut ip = Command::new("ip");
     ip.args(["link", "delete", HOST_DEVICE]);
     env.testbed.run_command(env.server_host(), ip)?;
-    eventually(*DEFAULT_TIMEOUT, "the loss of the device is noticed", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the loss of the device is noticed", || {
         env.read_intake_modes(&first_service) == ["socket-fallback"]
     });
     assert!(log_contains_all(&first_service.log_path, &["WARN", "intake-fallback", "the device is gone"]));

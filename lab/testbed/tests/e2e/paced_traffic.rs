@@ -7,34 +7,34 @@ use std::time::Duration;
 
 use coreward_model::arrivals::{ArrivalLog, ConnectionArrival, Workload};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::lab_binary;
+use coreward_testbed::fleet::lab_binary_path;
 use coreward_testbed::load::LoadReport;
-use coreward_testbed::{Process, Testbed, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, TestbedProcess, find_missing_testbed_rights, skip_if};
 
-use crate::support::eventually;
+use crate::support::assert_eventually;
 
-fn start_load_generator(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
+fn start_load_generator(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<TestbedProcess> {
     let arrival_log_path = testbed.directory().join("arrivals.txt");
     fs::write(&arrival_log_path, log.to_string())?;
-    let mut command = Command::new(lab_binary()?);
+    let mut command = Command::new(lab_binary_path()?);
     command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(arrival_log_path);
     command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)
 }
 
-fn wait_for_load_report(load_process: Process) -> anyhow::Result<LoadReport> {
+fn wait_for_load_report(load_process: TestbedProcess) -> anyhow::Result<LoadReport> {
     load_process.wait_for_json(Duration::from_secs(30))
 }
 
 #[test]
 fn every_request_is_served_for_its_service_time() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tpaced")?;
     let server = testbed.start_paced_server(1)?;
     let workload = Workload { duration_us: 2_000_000, core_count: 2, ..Workload::default() };
     let arrival_log = workload.generate(1);
     let request_count: u64 = arrival_log.arrivals.iter().map(|arrival| u64::from(arrival.request_count)).sum();
-    let work_us: u64 = arrival_log.arrivals.iter().map(ConnectionArrival::work_us).sum();
+    let work_us: u64 = arrival_log.arrivals.iter().map(ConnectionArrival::total_work_us).sum();
 
     let report = wait_for_load_report(start_load_generator(&testbed, &arrival_log)?)?;
     assert_eq!(
@@ -54,7 +54,7 @@ fn every_request_is_served_for_its_service_time() -> anyhow::Result<()> {
 
 #[test]
 fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_without_load_balancing("tbroken")?;
     let log_with_requests = |request_count: u32| ArrivalLog {
         seed: 0,
@@ -84,7 +84,7 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
     let load_generator = start_load_generator(&testbed, &log_with_requests(90))?;
     // 100 requests of a millisecond are served, 10 on each connection.
     let has_worked_long_enough = || server.read_core_busy_ns().unwrap().iter().sum::<u64>() >= 100_000_000;
-    eventually(Duration::from_secs(30), "requests are served", has_worked_long_enough);
+    assert_eventually(Duration::from_secs(30), "requests are served", has_worked_long_enough);
     drop(server);
     let reset_report = wait_for_load_report(load_generator)?;
     assert_eq!((reset_report.opened, reset_report.completed), (10, 0));
@@ -94,7 +94,7 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
 
 #[test]
 fn invalid_arrival_log_is_rejected() -> anyhow::Result<()> {
-    let mut command = Command::new(lab_binary()?);
+    let mut command = Command::new(lab_binary_path()?);
     command.args(["testbed", "load", "--vip", "10.200.0.1:80", "--first-address", "10.1.0.7", "--log", "/dev/null"]);
     let output = command.output()?;
     let error = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use coreward_testbed::fleet::coreward_binary;
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::coreward_binary_path;
+use coreward_testbed::{find_missing_testbed_rights, skip_if};
 
 fn repository_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned()
@@ -27,23 +27,23 @@ const UNITS_AND_MAX_EXPOSURES: [(&str, f64); 5] =
 
 /// Builds the packages, and returns the output, which has a line with the path of each package.
 fn build_packages(packages_directory: &Path) -> String {
-    let command = coreward_binary().unwrap();
+    let command = coreward_binary_path().unwrap();
     let environment_variables =
         [format!("OUT={}", packages_directory.display()), format!("COREWARD={}", command.display())];
     run_and_expect_success("env", &[&environment_variables[0], &environment_variables[1], "LEVEL=1", "scripts/deb"])
 }
 
-fn path_text(directory: &Path, path: &str) -> String {
+fn joined_path_text(directory: &Path, path: &str) -> String {
     directory.join(path).to_str().unwrap().to_owned()
 }
 
 /// Asserts that systemd accepts an unpacked unit, and that the unit's exposure level is at most `max_exposure`.
 fn assert_unit_is_confined(directory: &Path, daemon: &str, max_exposure: f64) {
-    let unit_path = path_text(directory, &format!("usr/lib/systemd/system/coreward-{daemon}.service"));
+    let unit_path = joined_path_text(directory, &format!("usr/lib/systemd/system/coreward-{daemon}.service"));
     // The unit must name the command at its unpacked path, so that `verify` finds it.
     let text = std::fs::read_to_string(&unit_path)
         .unwrap()
-        .replace("/usr/bin/coreward", &path_text(directory, "usr/bin/coreward"));
+        .replace("/usr/bin/coreward", &joined_path_text(directory, "usr/bin/coreward"));
     let text = text.lines().filter(|line| !line.starts_with("Documentation=")).collect::<Vec<_>>().join("\n");
     std::fs::write(&unit_path, text).unwrap();
     let verify_output = run_program("systemd-analyze", &["verify", &unit_path]);
@@ -65,7 +65,7 @@ fn assert_unit_is_confined(directory: &Path, daemon: &str, max_exposure: f64) {
 #[test]
 fn packages_contain_all_needed_files() {
     // The tools are installed only for root.
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let directory = tempfile::tempdir().unwrap();
     // out/deb is not used, because `make deb` may be writing there.
     let build_output = build_packages(&directory.path().join("packages"));
@@ -81,22 +81,22 @@ fn packages_contain_all_needed_files() {
     }
     let dependencies = run_and_expect_success("dpkg-deb", &["--field", package_paths[0], "Depends"]);
     assert!(dependencies.contains("libelf1") && dependencies.contains("libc6 (>="), "{dependencies}");
-    let unpacked_path = |path: &str| path_text(directory.path(), path);
+    let unpacked_path_text = |path: &str| joined_path_text(directory.path(), path);
     for (command, manual_page, expected_word) in
         [("coreward", "coreward-lb", "--detach"), ("coreward-lab", "coreward-lab-sim", "trace")]
     {
-        let version = run_and_expect_success(&unpacked_path(&format!("usr/bin/{command}")), &["--version"]);
+        let version = run_and_expect_success(&unpacked_path_text(&format!("usr/bin/{command}")), &["--version"]);
         assert!(version.starts_with(&format!("{command} ")), "{version}");
-        let manual_path = unpacked_path(&format!("usr/share/man/man1/{manual_page}.1.gz"));
+        let manual_path = unpacked_path_text(&format!("usr/share/man/man1/{manual_page}.1.gz"));
         let manual_text = run_and_expect_success("man", &["--local-file", &manual_path]);
         assert!(manual_text.contains(expected_word), "{manual_page}");
-        let completions_path = unpacked_path(&format!("usr/share/bash-completion/completions/{command}"));
+        let completions_path = unpacked_path_text(&format!("usr/share/bash-completion/completions/{command}"));
         run_and_expect_success("bash", &["-n", &completions_path]);
     }
 
     for (daemon, max_exposure) in UNITS_AND_MAX_EXPOSURES {
         assert_unit_is_confined(directory.path(), daemon, max_exposure);
-        let example_path = unpacked_path(&format!("usr/share/doc/coreward-{daemon}/examples/{daemon}.toml"));
-        run_and_expect_success(&unpacked_path("usr/bin/coreward"), &["check", &example_path]);
+        let example_path = unpacked_path_text(&format!("usr/share/doc/coreward-{daemon}/examples/{daemon}.toml"));
+        run_and_expect_success(&unpacked_path_text("usr/bin/coreward"), &["check", &example_path]);
     }
 }

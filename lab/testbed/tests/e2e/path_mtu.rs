@@ -6,7 +6,7 @@ use std::process::Command;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::{LARGE_FILE_BYTES, LARGE_FILE_PATH, NginxServer};
-use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, TestbedOptions, counters, find_missing_testbed_rights, skip_if};
 
 const CLIENT_ADDRESS_COUNT: u16 = 12;
 const DOWNLOAD_ROUND_COUNT: usize = 5;
@@ -30,7 +30,7 @@ fn read_icmp_unreachable_counts(testbed: &Testbed) -> Vec<u64> {
 
 fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     let testbed = Testbed::create(TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: 3,
         load_balancer_count: 2,
         client_address_count: CLIENT_ADDRESS_COUNT,
@@ -45,7 +45,8 @@ fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     }
     let _nginx_servers: Vec<NginxServer> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
-    let _fleet = Fleet::start(&testbed, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
+    let _fleet =
+        Fleet::start(&testbed, FleetOptions { policy_name: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
     // Repeat the downloads, because the hash chooses the server, and 12 connections all miss one of three servers once
     // in 43 runs.
     for _ in 0..DOWNLOAD_ROUND_COUNT {
@@ -59,12 +60,12 @@ fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
 
 #[test]
 fn downloads_pass_a_hop_with_a_small_mtu() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     assert_downloads_pass_small_mtu("mtu", "1");
 }
 
 #[test]
 fn downloads_without_timestamps_pass_a_hop_with_a_small_mtu() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     assert_downloads_pass_small_mtu("mtunots", "0");
 }

@@ -14,33 +14,33 @@ use std::time::{Duration, Instant};
 use coreward_testbed::chaos::traffic::stream_service_address;
 use coreward_testbed::conformance::write_busy_times;
 use coreward_testbed::fleet::{
-    Fleet, FleetOptions, LoadSource, agent_name, core_load_file_path, credential_directory, operator_command,
+    CoreLoadSource, Fleet, FleetOptions, agent_name, build_operator_command, core_load_file_path, credential_directory,
 };
 use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::stream::client::StreamWorkload;
 use coreward_testbed::stream::server::StreamServerProcess;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
-use coreward_tls::Role;
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
+use coreward_tls::FleetRole;
 use serde_json::Value;
 
 use crate::support::{
-    assert_connections_answered, assert_streams_unbroken, eventually, open_keepalive_connections, read_daemon_log,
-    sleep_ms,
+    assert_connections_answered, assert_eventually, assert_streams_unbroken, open_keepalive_connections,
+    read_daemon_log, sleep_ms,
 };
 
 const CORE_COUNT: u16 = 2;
 /// Value of `idle_server_number` with which no server is idle.
 const NO_IDLE_SERVER: u16 = 0;
-/// Value of `idle_server_number` that ends the thread of [`LoadWriter`].
+/// Value of `idle_server_number` that ends the thread of [`CoreLoadWriter`].
 const STOP_LOAD_WRITER: u16 = u16::MAX;
 
 /// Writer of the servers' core load files. It reports all cores as nearly always busy, except those of one server.
-struct LoadWriter {
+struct CoreLoadWriter {
     idle_server_number: Arc<AtomicU16>,
     writer_thread: Option<JoinHandle<()>>,
 }
 
-impl LoadWriter {
+impl CoreLoadWriter {
     fn start(testbed: &Testbed) -> Self {
         let core_load_files: Vec<_> =
             testbed.server_numbers().into_iter().map(|n| (n, core_load_file_path(testbed, n))).collect();
@@ -71,7 +71,7 @@ impl LoadWriter {
     }
 }
 
-impl Drop for LoadWriter {
+impl Drop for CoreLoadWriter {
     fn drop(&mut self) {
         self.set_idle_server(STOP_LOAD_WRITER);
         let _ = self.writer_thread.take().map(JoinHandle::join);
@@ -79,20 +79,20 @@ impl Drop for LoadWriter {
 }
 
 /// Fleet with rack controllers. The fields are dropped in this order, the testbed last.
-struct TestEnv {
+struct RackControllersEnv {
     fleet: Fleet,
-    load_writer: LoadWriter,
+    load_writer: CoreLoadWriter,
     _nginx_servers: Vec<NginxServer>,
     _stream_servers: StreamServerProcess,
     testbed: Testbed,
 }
 
-impl TestEnv {
+impl RackControllersEnv {
     /// Starts the environment. `server_racks` lists pairs of a server and the rack controllers that its agent uses and
     /// the document allows.
     fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
         let testbed_options = TestbedOptions {
-            instance: instance.to_owned(),
+            instance_name: instance.to_owned(),
             core_count: CORE_COUNT,
             rack_controller_count: 2,
             ..Default::default()
@@ -104,14 +104,17 @@ impl TestEnv {
         let stream_load_file_path = |number| testbed.directory().join(format!("streams-s{number}"));
         let stream_servers =
             testbed.start_stream_servers_at_address(stream_service_address(&testbed), stream_load_file_path).unwrap();
-        let load_writer = LoadWriter::start(&testbed);
-        eventually(*DEFAULT_TIMEOUT, "a file of loads", || core_load_file_path(&testbed, server_count).exists());
+        let load_writer = CoreLoadWriter::start(&testbed);
+        assert_eventually(*DEFAULT_TIMEOUT, "a file of loads", || core_load_file_path(&testbed, server_count).exists());
         let racks_of_servers = server_racks.iter().map(|(server, racks)| (*server, racks.to_vec()));
         let options = FleetOptions {
-            load_source: LoadSource::PacedServer,
+            load_source: CoreLoadSource::PacedServer,
             steers_connections: false,
             uses_tls: true,
-            extra_server_lines: racks_of_servers.clone().map(|(server, racks)| (server, racks_line(&racks))).collect(),
+            extra_server_lines: racks_of_servers
+                .clone()
+                .map(|(server, racks)| (server, racks_config_line(&racks)))
+                .collect(),
             server_racks: racks_of_servers.collect(),
             extra_fleet_text: format!(
                 "\n[[service]]\nname = \"streams\"\nvip = \"{}\"\nconsistency = \"stateful\"\n",
@@ -129,11 +132,11 @@ impl TestEnv {
         let all_reach_server = || {
             open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server_number == server)
         };
-        eventually(*DEFAULT_TIMEOUT, &format!("all new connections go to s{server}"), all_reach_server);
+        assert_eventually(*DEFAULT_TIMEOUT, &format!("all new connections go to s{server}"), all_reach_server);
     }
 
     fn run_coreward(&self, arguments: &[&str]) -> String {
-        let command = operator_command(&self.testbed, arguments).unwrap();
+        let command = build_operator_command(&self.testbed, arguments).unwrap();
         String::from_utf8(self.testbed.run_command(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
@@ -141,9 +144,9 @@ impl TestEnv {
     fn query_agent_racks(&self) -> BTreeMap<String, String> {
         let Ok(status) = self.fleet.query_status(&self.testbed) else { return BTreeMap::new() };
         let servers = status["servers"].as_array().into_iter().flatten();
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let to_text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let reporting_servers = servers.filter(|server| server["report_state"] == "fresh");
-        reporting_servers.map(|server| (text(&server["name"]), text(&server["rack"]))).collect()
+        reporting_servers.map(|server| (to_text(&server["name"]), to_text(&server["rack"]))).collect()
     }
 
     fn query_agent_rack(&self, server: &str) -> Option<String> {
@@ -155,7 +158,7 @@ impl TestEnv {
     fn wait_for_allowed_racks(&self, allowed_racks: &[&[&str]]) {
         let mut missing_servers: BTreeSet<String> =
             (1..=allowed_racks.len()).map(|number| format!("s{number}")).collect();
-        eventually(*DEFAULT_TIMEOUT, &format!("agents are connected through {allowed_racks:?}"), || {
+        assert_eventually(*DEFAULT_TIMEOUT, &format!("agents are connected through {allowed_racks:?}"), || {
             let current_racks = self.query_agent_racks();
             for (number, server_racks) in (1..).zip(allowed_racks) {
                 let server = format!("s{number}");
@@ -184,45 +187,45 @@ impl TestEnv {
 
     /// Restarts a rack controller with a foreign certificate, waits until the controller logs `log_words`, and restarts
     /// it with its own certificate.
-    fn assert_certificate_is_rejected(&mut self, rack: &str, certificate: (Role, &str), log_words: &str) {
-        let own_directory = credential_directory(&self.testbed, Role::Rack, rack);
+    fn assert_certificate_is_rejected(&mut self, rack: &str, certificate: (FleetRole, &str), log_words: &str) {
+        let own_directory = credential_directory(&self.testbed, FleetRole::Rack, rack);
         let backup_directory = self.testbed.directory().join("kept");
-        let copy_files = |source_directory: &std::path::Path, target_directory: &std::path::Path| {
+        let copy_credential_files = |source_directory: &std::path::Path, target_directory: &std::path::Path| {
             fs::create_dir_all(target_directory).unwrap();
             for file in ["ca.crt", "own.crt", "own.key"] {
                 fs::copy(source_directory.join(file), target_directory.join(file)).unwrap();
             }
         };
         self.fleet.kill_daemon(rack).unwrap();
-        copy_files(&own_directory, &backup_directory);
-        copy_files(&credential_directory(&self.testbed, certificate.0, certificate.1), &own_directory);
+        copy_credential_files(&own_directory, &backup_directory);
+        copy_credential_files(&credential_directory(&self.testbed, certificate.0, certificate.1), &own_directory);
         let log_length = read_daemon_log(&self.testbed, "controller", 0).len();
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
-        eventually(*DEFAULT_TIMEOUT, log_words, || {
+        assert_eventually(*DEFAULT_TIMEOUT, log_words, || {
             read_daemon_log(&self.testbed, "controller", log_length).contains(log_words)
         });
         assert!(!self.query_connected_rack_names().iter().any(|name| name == rack));
         // A rack controller with another name is a separate process.
         self.fleet.kill_daemon(rack).unwrap();
-        copy_files(&backup_directory, &own_directory);
+        copy_credential_files(&backup_directory, &own_directory);
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
-        eventually(*DEFAULT_TIMEOUT, &format!("{rack} is back"), || {
+        assert_eventually(*DEFAULT_TIMEOUT, &format!("{rack} is back"), || {
             self.query_connected_rack_names().iter().any(|name| name == rack)
         });
     }
 }
 
 /// Returns the line `racks` of a server in the fleet's file.
-fn racks_line(racks: &[u16]) -> String {
+fn racks_config_line(racks: &[u16]) -> String {
     let rack_controller_names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
     format!("racks = {rack_controller_names:?}\n")
 }
 
-fn assert_status_shows_racks(env: &TestEnv) {
+fn assert_status_shows_racks(env: &RackControllersEnv) {
     let status = env.fleet.query_status(&env.testbed).unwrap();
-    let racks_values = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
-    assert_eq!(racks_values("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
-    assert_eq!(racks_values("permitted_servers"), [Value::from(3), Value::from(3)]);
+    let read_rack_values = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
+    assert_eq!(read_rack_values("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
+    assert_eq!(read_rack_values("permitted_servers"), [Value::from(3), Value::from(3)]);
     let status_output = env.run_coreward(&["status"]);
     assert!(
         status_output.contains("\nrack rack1 (")
@@ -232,8 +235,8 @@ fn assert_status_shows_racks(env: &TestEnv) {
 }
 
 /// Asserts that the agent of a server behind a rack controller measures that every core is busy.
-fn assert_busy_cores_are_measured(env: &TestEnv) {
-    eventually(*DEFAULT_TIMEOUT, "s1 is seen to be busy", || {
+fn assert_busy_cores_are_measured(env: &RackControllersEnv) {
+    assert_eventually(*DEFAULT_TIMEOUT, "s1 is seen to be busy", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
         let core_loads: Vec<f64> =
@@ -244,7 +247,7 @@ fn assert_busy_cores_are_measured(env: &TestEnv) {
 
 /// Asserts that agents report to another rack controller or directly to the controller while their rack controller does
 /// not run.
-fn assert_agents_report_without_rack_controller(env: &mut TestEnv) {
+fn assert_agents_report_without_rack_controller(env: &mut RackControllersEnv) {
     env.fleet.kill_daemon("rack1").unwrap();
     let kill_time = Instant::now();
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
@@ -252,13 +255,13 @@ fn assert_agents_report_without_rack_controller(env: &mut TestEnv) {
     env.assert_idle_server_gets_all_connections(1);
     env.assert_idle_server_gets_all_connections(2);
     env.fleet.restart_daemon(&env.testbed, "rack1").unwrap();
-    eventually(*DEFAULT_TIMEOUT, "rack1 is back", || env.query_connected_rack_names() == ["rack1", "rack2"]);
+    assert_eventually(*DEFAULT_TIMEOUT, "rack1 is back", || env.query_connected_rack_names() == ["rack1", "rack2"]);
     // No agent had to change its rack controller.
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 }
 
 /// Restarts the controller, and waits until every agent reports through an allowed rack controller or directly.
-fn restart_controller(env: &mut TestEnv) {
+fn restart_controller(env: &mut RackControllersEnv) {
     env.fleet.kill_daemon("controller").unwrap();
     sleep_ms(1_000);
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
@@ -270,14 +273,16 @@ fn restart_controller(env: &mut TestEnv) {
         &["", "rack1", "rack2"],
         &[""],
     ]);
-    eventually(*DEFAULT_TIMEOUT, "the racks are back", || env.query_connected_rack_names() == ["rack1", "rack2"]);
+    assert_eventually(*DEFAULT_TIMEOUT, "the racks are back", || {
+        env.query_connected_rack_names() == ["rack1", "rack2"]
+    });
     println!("all report {:?} after the controller's restart", restart_time.elapsed());
 }
 
 #[test]
 fn rack_and_controller_restarts_break_no_connection() {
-    skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
+    skip_if!(find_missing_testbed_rights());
+    let mut env = RackControllersEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
     env.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
     for server in 1..=5 {
         env.assert_idle_server_gets_all_connections(server);
@@ -306,17 +311,18 @@ fn rack_and_controller_restarts_break_no_connection() {
 }
 
 /// Asserts that `coreward drain --wait` for a server behind a rack controller ends when its last connection closes.
-fn assert_drain_waits_for_connections(env: &TestEnv) {
+fn assert_drain_waits_for_connections(env: &RackControllersEnv) {
     env.assert_idle_server_gets_all_connections(2);
     let mut drained_connections = open_keepalive_connections(&env.testbed, 3);
     assert!(drained_connections.iter().all(|(_, answerer)| answerer.server_number == 2));
     let output_path = env.testbed.directory().join("drain.txt");
     let output_file = File::create(&output_path).unwrap();
-    let mut command: Command = operator_command(&env.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
+    let mut command: Command =
+        build_operator_command(&env.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
     command.stdin(Stdio::null()).stdout(output_file.try_clone().unwrap()).stderr(output_file);
     let mut drain_process = env.testbed.spawn(env.testbed.controller(), command).unwrap();
     let wait_for_output = |expected_text: &str| {
-        eventually(*DEFAULT_TIMEOUT, expected_text, || {
+        assert_eventually(*DEFAULT_TIMEOUT, expected_text, || {
             fs::read_to_string(&output_path).unwrap().contains(expected_text)
         })
     };
@@ -327,7 +333,7 @@ fn assert_drain_waits_for_connections(env: &TestEnv) {
     drained_connections.truncate(1);
     wait_for_output("s2 is draining: 1 connection remains\n");
     drained_connections.clear();
-    let exit_status = drain_process.wait(*DEFAULT_TIMEOUT).unwrap();
+    let exit_status = drain_process.wait_for_exit(*DEFAULT_TIMEOUT).unwrap();
     let output_text = fs::read_to_string(&output_path).unwrap();
     assert!(exit_status.success() && output_text.ends_with("s2 is drained: no connection remains\n"), "{output_text}");
     env.run_coreward(&["undrain", "s2"]);
@@ -335,8 +341,8 @@ fn assert_drain_waits_for_connections(env: &TestEnv) {
 }
 
 /// Asserts that the controller disconnects an agent when a new document forbids the agent's rack controller.
-fn assert_document_disconnects_forbidden_agent(env: &mut TestEnv, mut options: FleetOptions) {
-    eventually(*DEFAULT_TIMEOUT, "s1 is connected through its rack", || {
+fn assert_document_disconnects_forbidden_agent(env: &mut RackControllersEnv, mut options: FleetOptions) {
+    assert_eventually(*DEFAULT_TIMEOUT, "s1 is connected through its rack", || {
         if env.query_agent_rack("s1").is_some_and(|rack| rack == "rack1") {
             return true;
         }
@@ -346,13 +352,13 @@ fn assert_document_disconnects_forbidden_agent(env: &mut TestEnv, mut options: F
         false
     });
     let log_length = read_daemon_log(&env.testbed, "controller", 0).len();
-    options.extra_server_lines.insert(1, racks_line(&[]));
-    env.fleet.set_options(&env.testbed, options).unwrap();
+    options.extra_server_lines.insert(1, racks_config_line(&[]));
+    env.fleet.set_fleet_options(&env.testbed, options).unwrap();
     let rejection_words = r#"may not report for server \"s1\": expected its agent itself"#;
-    eventually(*DEFAULT_TIMEOUT, rejection_words, || {
+    assert_eventually(*DEFAULT_TIMEOUT, rejection_words, || {
         read_daemon_log(&env.testbed, "controller", log_length).contains(rejection_words)
     });
-    eventually(*DEFAULT_TIMEOUT, "s1 is connected directly", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "s1 is connected directly", || {
         env.query_agent_rack("s1").is_some_and(|rack| rack.is_empty())
     });
     env.assert_idle_server_gets_all_connections(1);
@@ -360,16 +366,16 @@ fn assert_document_disconnects_forbidden_agent(env: &mut TestEnv, mut options: F
 
 #[test]
 fn rack_controller_reports_only_for_its_own_servers() {
-    skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start("rackswho", &[(1, &[1]), (2, &[2])]);
+    skip_if!(find_missing_testbed_rights());
+    let mut env = RackControllersEnv::start("rackswho", &[(1, &[1]), (2, &[2])]);
     env.assert_certificate_is_rejected(
         "rack1",
-        (Role::Rack, "rack2"),
+        (FleetRole::Rack, "rack2"),
         "the certificate is for rack rack2, not for rack rack1: expected its own name",
     );
     env.assert_certificate_is_rejected(
         "rack1",
-        (Role::Agent, "s1"),
+        (FleetRole::Agent, "s1"),
         "reason=\"wrong_role\" error=the certificate is for agent s1: expected rack",
     );
 
@@ -377,18 +383,18 @@ fn rack_controller_reports_only_for_its_own_servers() {
     env.fleet.kill_daemon(&agent_name(2)).unwrap();
     let mut options = env.fleet.options().clone();
     options.server_racks.insert(2, vec![1]);
-    env.fleet.set_options(&env.testbed, options.clone()).unwrap();
+    env.fleet.set_fleet_options(&env.testbed, options.clone()).unwrap();
     let [controller_log_length, agent_log_length] =
         ["controller", "agent-s2"].map(|daemon| read_daemon_log(&env.testbed, daemon, 0).len());
     env.fleet.restart_daemon(&env.testbed, &agent_name(2)).unwrap();
     let rejection_words = r#"may not report for server \"s2\": expected rack \"rack2\", or its agent itself"#;
-    eventually(*DEFAULT_TIMEOUT, rejection_words, || {
+    assert_eventually(*DEFAULT_TIMEOUT, rejection_words, || {
         read_daemon_log(&env.testbed, "controller", controller_log_length).contains(rejection_words)
     });
-    eventually(*DEFAULT_TIMEOUT, rejection_words, || {
+    assert_eventually(*DEFAULT_TIMEOUT, rejection_words, || {
         read_daemon_log(&env.testbed, "agent-s2", agent_log_length).contains(rejection_words)
     });
-    eventually(*DEFAULT_TIMEOUT, "s2 is connected directly", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "s2 is connected directly", || {
         env.query_agent_rack("s2").is_some_and(|rack| rack.is_empty())
     });
     let rejected_reports = &env.fleet.query_status(&env.testbed).unwrap()["rejected_reports"]["foreign_rack"];

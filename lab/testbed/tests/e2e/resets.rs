@@ -5,20 +5,20 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::fleet::{AdminState, FleetOptions};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
 use coreward_testbed::stream::StreamRequest;
-use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use socket2::SockRef;
 use zerocopy::IntoBytes as _;
 
-use crate::support::{TestEnv, eventually, sleep_ms};
+use crate::support::{FleetTestEnv, assert_eventually, sleep_ms};
 
-const SOCKETS_TIMEOUT: Duration = Duration::from_secs(60);
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Opens a connection on which the server sends a packet every 100 ms for ten minutes. Waits for the first packet.
 fn open_long_stream() -> TcpStream {
-    let mut stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS), SOCKETS_TIMEOUT).unwrap();
-    stream.set_read_timeout(Some(SOCKETS_TIMEOUT)).unwrap();
+    let mut stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS), SOCKET_TIMEOUT).unwrap();
+    stream.set_read_timeout(Some(SOCKET_TIMEOUT)).unwrap();
     let request = StreamRequest { content_seed: 1.into(), packet_count: 6_000.into(), duration_us: 600_000_000.into() };
     stream.write_all(request.as_bytes()).unwrap();
     stream.read_exact(&mut [0; 125]).unwrap();
@@ -59,26 +59,33 @@ fn count_connected_sockets(testbed: &Testbed) -> usize {
 
 #[test]
 fn resets_of_aborted_connections_reach_their_servers() {
-    skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "resets".to_owned(), server_count: 4, ..TestbedOptions::default() };
-    let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
+    skip_if!(find_missing_testbed_rights());
+    let options = TestbedOptions { instance_name: "resets".to_owned(), server_count: 4, ..TestbedOptions::default() };
+    let mut env =
+        FleetTestEnv::start(options, FleetOptions { policy_name: "rr".to_owned(), ..FleetOptions::default() });
     let client = env.testbed.client().clone();
     client
         .run_within(|| {
             let mut open_streams: Vec<TcpStream> = (0..24).map(|_| open_long_stream()).collect();
             // Wait, because the server has its socket only after the handshake's last packet has arrived.
-            eventually(SOCKETS_TIMEOUT, "24 connections are open", || count_connected_sockets(&env.testbed) == 24);
-            env.set_admin_state(1, Some(AdminState::Draining));
+            assert_eventually(SOCKET_TIMEOUT, "24 connections are open", || {
+                count_connected_sockets(&env.testbed) == 24
+            });
+            env.set_admin_state(1, Some(ServerAdminState::Draining));
             sleep_ms(500);
             // After an active close, the RST has a timestamp, and so the cookie.
             for stream in open_streams.split_off(12) {
                 SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
             }
-            eventually(SOCKETS_TIMEOUT, "12 connections are reset", || count_connected_sockets(&env.testbed) == 12);
+            assert_eventually(SOCKET_TIMEOUT, "12 connections are reset", || {
+                count_connected_sockets(&env.testbed) == 12
+            });
             open_streams.into_iter().for_each(close_silently);
-            eventually(SOCKETS_TIMEOUT, "24 connections are reset", || count_connected_sockets(&env.testbed) == 0);
+            assert_eventually(SOCKET_TIMEOUT, "24 connections are reset", || {
+                count_connected_sockets(&env.testbed) == 0
+            });
             Ok(())
         })
         .unwrap();
-    eventually(SOCKETS_TIMEOUT, "the load balancer counts", || env.sum_counter("broadcast") >= 12);
+    assert_eventually(SOCKET_TIMEOUT, "the load balancer counts", || env.sum_counter("broadcast") >= 12);
 }

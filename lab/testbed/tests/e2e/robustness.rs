@@ -6,29 +6,29 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS};
-use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
+use coreward_testbed::fleet::{Fleet, FleetOptions, ServerAdminState};
 use coreward_testbed::http::HttpConnection;
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
-use crate::support::{assert_connections_answered, eventually, open_keepalive_connections};
+use crate::support::{assert_connections_answered, assert_eventually, open_keepalive_connections};
 
-struct TestEnv {
+struct RobustnessTestEnv {
     testbed: Testbed,
     fleet: Fleet,
     nginx_servers: Vec<NginxServer>,
 }
 
-fn start_env(instance: &str, server_count: u16, policy: &str) -> TestEnv {
-    let options = TestbedOptions { instance: instance.to_owned(), server_count, ..Default::default() };
+fn start_env(instance: &str, server_count: u16, policy: &str) -> RobustnessTestEnv {
+    let options = TestbedOptions { instance_name: instance.to_owned(), server_count, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let nginx_servers =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
-    let fleet = Fleet::start(&testbed, FleetOptions { policy: policy.to_owned(), ..Default::default() }).unwrap();
-    TestEnv { testbed, fleet, nginx_servers }
+    let fleet = Fleet::start(&testbed, FleetOptions { policy_name: policy.to_owned(), ..Default::default() }).unwrap();
+    RobustnessTestEnv { testbed, fleet, nginx_servers }
 }
 
-impl TestEnv {
+impl RobustnessTestEnv {
     fn run_in_client_namespace<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
         self.testbed.client().run_within(|| Ok(action())).unwrap()
     }
@@ -36,7 +36,7 @@ impl TestEnv {
     fn explain_connection(&self, source: SocketAddrV4) -> serde_json::Value {
         let (vip, client) = (SERVICE_ADDRESS.to_string(), source.to_string());
         let explain_arguments = ["explain", "--format", "json", "--vip", &vip, "--client", &client];
-        let command = coreward_testbed::fleet::operator_command(&self.testbed, &explain_arguments).unwrap();
+        let command = coreward_testbed::fleet::build_operator_command(&self.testbed, &explain_arguments).unwrap();
         let output = self.testbed.run_command(self.testbed.controller(), command).unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
     }
@@ -44,7 +44,7 @@ impl TestEnv {
 
 #[test]
 fn killed_daemons_break_no_connection_and_resume_their_work() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = start_env("kill", 2, "crossrss");
     let mut connections = open_keepalive_connections(&env.testbed, 20);
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
@@ -72,7 +72,7 @@ fn killed_daemons_break_no_connection_and_resume_their_work() {
 
 #[test]
 fn server_with_a_new_mac_address_is_resolved_again() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let env = start_env("mac", 1, "hash");
     let mut connections = open_keepalive_connections(&env.testbed, 3);
     let mut command = Command::new("ip");
@@ -89,27 +89,27 @@ fn server_with_a_new_mac_address_is_resolved_again() {
 
 #[test]
 fn draining_server_keeps_connections_and_gets_no_new_ones() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = start_env("drain", 2, "rr");
     let mut connections = open_keepalive_connections(&env.testbed, 20);
     assert!(connections.iter().any(|(_, answerer)| answerer.server_number == 1));
     let mut pool = env.fleet.server_pool().clone();
-    pool.insert(1, AdminState::Draining);
-    env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
-    eventually(*DEFAULT_TIMEOUT, "server 1 drains", || {
+    pool.insert(1, ServerAdminState::Draining);
+    env.fleet.set_server_pool(&env.testbed, pool.clone()).unwrap();
+    assert_eventually(*DEFAULT_TIMEOUT, "server 1 drains", || {
         open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == 2)
     });
     assert_connections_answered(&mut connections);
     // The server is removed from the file, but its connections stay.
     pool.remove(&1);
-    env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
+    env.fleet.set_server_pool(&env.testbed, pool.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(500));
     assert_connections_answered(&mut connections);
     assert!(open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == 2));
     // The server returns to the pool.
-    pool.insert(1, AdminState::Active);
-    env.fleet.set_pool(&env.testbed, pool).unwrap();
-    eventually(*DEFAULT_TIMEOUT, "server 1 is back", || {
+    pool.insert(1, ServerAdminState::Active);
+    env.fleet.set_server_pool(&env.testbed, pool).unwrap();
+    assert_eventually(*DEFAULT_TIMEOUT, "server 1 is back", || {
         open_keepalive_connections(&env.testbed, 10).iter().any(|(_, answerer)| answerer.server_number == 1)
     });
     assert_connections_answered(&mut connections);
@@ -117,12 +117,12 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
 
 #[test]
 fn explain_predicts_the_serving_server_and_core() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let env = start_env("explain", 3, "hash");
     let worker_pids: Vec<Vec<u32>> = env.nginx_servers.iter().map(NginxServer::worker_pids).collect();
     let client_address = env.testbed.client_ipv4_address(0);
     // Wait, because an agent searches for workers once a second.
-    eventually(*DEFAULT_TIMEOUT, "connections are steered at every server", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "connections are steered at every server", || {
         open_keepalive_connections(&env.testbed, 8);
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let is_steering =
@@ -155,8 +155,8 @@ fn explain_predicts_the_serving_server_and_core() {
 
 #[test]
 fn error_of_a_missing_interface_contains_its_name() {
-    skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "noif".to_owned(), server_count: 0, ..Default::default() };
+    skip_if!(find_missing_testbed_rights());
+    let options = TestbedOptions { instance_name: "noif".to_owned(), server_count: 0, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let config_path = testbed.directory().join("lb.toml");
     let lb_config = format!(
@@ -164,7 +164,7 @@ fn error_of_a_missing_interface_contains_its_name() {
         testbed.load_balancer_pin_directory(1).display()
     );
     std::fs::write(&config_path, lb_config).unwrap();
-    let mut command = Command::new(coreward_testbed::fleet::coreward_binary().unwrap());
+    let mut command = Command::new(coreward_testbed::fleet::coreward_binary_path().unwrap());
     command.arg("lb").arg("--config").arg(&config_path);
     let error = testbed.run_command(testbed.load_balancer(1).unwrap(), command).unwrap_err().to_string();
     assert!(error.contains("eth7") && error.contains("does not exist"), "{error}");

@@ -3,43 +3,53 @@
 
 use std::time::SystemTime;
 
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
-use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_streams_unbroken, duration_until_logged, eventually, run_command_line};
+use crate::support::{
+    FleetTestEnv, assert_eventually, assert_streams_unbroken, measure_duration_until_logged, run_command_line,
+};
 
-fn start_env(instance: &str, forwarding: Forwarding, family: AddressFamily, servers_family: AddressFamily) -> TestEnv {
+fn start_env(
+    instance: &str,
+    forwarding: ForwardingMode,
+    family: AddressFamily,
+    servers_family: AddressFamily,
+) -> FleetTestEnv {
     let options = TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: 3,
         has_server_router: true,
         family,
         ..TestbedOptions::default()
     };
     let policy = "rr".to_owned();
-    TestEnv::start(options, FleetOptions { forwarding, servers_family, policy, ..FleetOptions::default() })
+    FleetTestEnv::start(
+        options,
+        FleetOptions { forwarding, servers_family, policy_name: policy, ..FleetOptions::default() },
+    )
 }
 
 /// Asserts that no stream breaks when the pool changes. `family` is the service's address family. `servers_family` is
 /// that of the servers' addresses, and so of the outer headers.
 fn assert_streams_survive_pool_changes(
     instance: &str,
-    forwarding: Forwarding,
+    forwarding: ForwardingMode,
     family: AddressFamily,
     servers_family: AddressFamily,
 ) {
     let mut env = start_env(instance, forwarding, family, servers_family);
     let stream_client = env.start_streams(20.0);
     env.wait_for_connections(60);
-    env.set_admin_state(1, Some(AdminState::Draining));
+    env.set_admin_state(1, Some(ServerAdminState::Draining));
     env.wait_for_connections(40);
-    env.set_admin_state(1, Some(AdminState::Active));
-    env.set_admin_state(2, Some(AdminState::Draining));
+    env.set_admin_state(1, Some(ServerAdminState::Active));
+    env.set_admin_state(2, Some(ServerAdminState::Draining));
     env.wait_for_connections(40);
     assert_streams_unbroken(stream_client);
-    eventually(*DEFAULT_TIMEOUT, "the load balancer reports", || env.sum_counter("established") > 100);
+    assert_eventually(*DEFAULT_TIMEOUT, "the load balancer reports", || env.sum_counter("established") > 100);
     for counter in ["drop_exceeds_mtu", "drop_server_unresolved"] {
         assert_eq!(env.sum_counter(counter), 0, "{counter}");
     }
@@ -48,57 +58,57 @@ fn assert_streams_survive_pool_changes(
 
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_ipip() {
-    skip_if!(missing_testbed_rights());
-    assert_streams_survive_pool_changes("routedipip", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
+    skip_if!(find_missing_testbed_rights());
+    assert_streams_survive_pool_changes("routedipip", ForwardingMode::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_gue() {
-    skip_if!(missing_testbed_rights());
-    assert_streams_survive_pool_changes("routedgue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4);
+    skip_if!(find_missing_testbed_rights());
+    assert_streams_survive_pool_changes("routedgue", ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
-    skip_if!(missing_testbed_rights());
-    assert_streams_survive_pool_changes("routed66ipip", Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv6);
+    skip_if!(find_missing_testbed_rights());
+    assert_streams_survive_pool_changes("routed66ipip", ForwardingMode::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv6);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
-    skip_if!(missing_testbed_rights());
-    assert_streams_survive_pool_changes("routed66gue", Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6);
+    skip_if!(find_missing_testbed_rights());
+    assert_streams_survive_pool_changes("routed66gue", ForwardingMode::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_ipip() {
-    skip_if!(missing_testbed_rights());
-    assert_streams_survive_pool_changes("routed64ipip", Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4);
+    skip_if!(find_missing_testbed_rights());
+    assert_streams_survive_pool_changes("routed64ipip", ForwardingMode::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_gue() {
-    skip_if!(missing_testbed_rights());
-    assert_streams_survive_pool_changes("routed64gue", Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv4);
+    skip_if!(find_missing_testbed_rights());
+    assert_streams_survive_pool_changes("routed64gue", ForwardingMode::Gue, AddressFamily::Ipv6, AddressFamily::Ipv4);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
-    skip_if!(missing_testbed_rights());
-    assert_streams_survive_pool_changes("routed46ipip", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6);
+    skip_if!(find_missing_testbed_rights());
+    assert_streams_survive_pool_changes("routed46ipip", ForwardingMode::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
-    skip_if!(missing_testbed_rights());
-    assert_streams_survive_pool_changes("routed46gue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv6);
+    skip_if!(find_missing_testbed_rights());
+    assert_streams_survive_pool_changes("routed46gue", ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
 /// Tests a link on which the router has no IPv4 address, as in fabrics with unnumbered links (RFC 8950).
 #[test]
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
-    skip_if!(missing_testbed_rights());
-    let env = start_env("routedvia", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
+    skip_if!(find_missing_testbed_rights());
+    let env = start_env("routedvia", ForwardingMode::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
     let stream_client = env.start_streams(20.0);
     env.wait_for_connections(60);
     let (router, balancer) = (env.testbed.server_router().unwrap(), env.testbed.load_balancer(1).unwrap());
@@ -115,8 +125,8 @@ fn streams_survive_a_change_to_an_ipv6_next_hop() {
         &format!("ip route replace 10.1.1.0/24 via inet6 {link_local_address} dev {HOST_DEVICE}"),
     );
     let next_hop_event = "event=\"next-hops-changed\"";
-    eventually(*DEFAULT_TIMEOUT, next_hop_event, || {
-        duration_until_logged(&env.testbed, 1, next_hop_event, change_time).is_some()
+    assert_eventually(*DEFAULT_TIMEOUT, next_hop_event, || {
+        measure_duration_until_logged(&env.testbed, 1, next_hop_event, change_time).is_some()
     });
     env.wait_for_connections(60);
     assert_streams_unbroken(stream_client);

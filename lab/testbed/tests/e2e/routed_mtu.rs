@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::uplink::CLIENT_SIDE_DEVICE;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
-use crate::support::{eventually, run_command_line};
+use crate::support::{assert_eventually, run_command_line};
 
 const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
@@ -128,11 +128,11 @@ fn read_learned_mtu(testbed: &Testbed) -> Option<usize> {
 }
 
 /// Encapsulation, address family of the service, and address family of the servers.
-type TunnelKind = (Forwarding, AddressFamily, AddressFamily);
+type TunnelKind = (ForwardingMode, AddressFamily, AddressFamily);
 
 fn start_env(instance: &str, (forwarding, family, servers_family): TunnelKind) -> (Fleet, EchoServers, Testbed) {
     let testbed = Testbed::create(TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         family,
         server_count: 2,
         has_server_router: true,
@@ -151,7 +151,7 @@ fn start_env(instance: &str, (forwarding, family, servers_family): TunnelKind) -
     let options = FleetOptions {
         forwarding,
         servers_family,
-        policy,
+        policy_name: policy,
         extra_fleet_text: udp_service_config,
         ..FleetOptions::default()
     };
@@ -179,7 +179,8 @@ fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is
         run_command_line(&testbed, testbed.client(), &format!("ip link set {HOST_DEVICE} mtu {client_mtu}"));
         run_command_line(&testbed, router, &format!("ip link set {CLIENT_SIDE_DEVICE} mtu {client_mtu}"));
     }
-    let max_inner_length = ETHERNET_MTU - tunnel.0.overhead_bytes(tunnel.2.host_address(server_address(1)));
+    let max_inner_length =
+        ETHERNET_MTU - tunnel.0.encapsulation_overhead_bytes(tunnel.2.host_address(server_address(1)));
     let max_client_packet_length = if is_mtu_only_at_router { ETHERNET_MTU } else { client_mtu.into() };
     let service_address = testbed.service_address();
     testbed
@@ -202,60 +203,97 @@ fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is
     assert_eq!(read_learned_mtu(&testbed), (max_client_packet_length > max_inner_length).then_some(max_inner_length));
     if max_client_packet_length > max_inner_length {
         let fragmentation_needed_count = || query_lb_counter(&fleet, &testbed, "drop_fragmentation_needed");
-        eventually(*DEFAULT_TIMEOUT, "the load balancer reports its ICMP errors", || fragmentation_needed_count() > 0);
+        assert_eventually(*DEFAULT_TIMEOUT, "the load balancer reports its ICMP errors", || {
+            fragmentation_needed_count() > 0
+        });
     }
 }
 
 #[test]
 fn megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280() {
-    skip_if!(missing_testbed_rights());
-    assert_megabytes_pass("mtuipipsmall", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
+    skip_if!(find_missing_testbed_rights());
+    assert_megabytes_pass(
+        "mtuipipsmall",
+        (ForwardingMode::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4),
+        1_280,
+        true,
+    );
 }
 
 #[test]
 fn megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
-    skip_if!(missing_testbed_rights());
-    assert_megabytes_pass("mtuguesmall", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
+    skip_if!(find_missing_testbed_rights());
+    assert_megabytes_pass("mtuguesmall", (ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
 }
 
 #[test]
 fn megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000() {
-    skip_if!(missing_testbed_rights());
-    assert_megabytes_pass("mtuipiplarge", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
+    skip_if!(find_missing_testbed_rights());
+    assert_megabytes_pass(
+        "mtuipiplarge",
+        (ForwardingMode::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4),
+        9_000,
+        false,
+    );
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
-    skip_if!(missing_testbed_rights());
-    assert_megabytes_pass("mtuguelarge", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
+    skip_if!(find_missing_testbed_rights());
+    assert_megabytes_pass("mtuguelarge", (ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280() {
-    skip_if!(missing_testbed_rights());
-    assert_megabytes_pass("mtugueclient", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, false);
+    skip_if!(find_missing_testbed_rights());
+    assert_megabytes_pass(
+        "mtugueclient",
+        (ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4),
+        1_280,
+        false,
+    );
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
-    skip_if!(missing_testbed_rights());
-    assert_megabytes_pass("mtugue66small", (Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6), 1_280, true);
+    skip_if!(find_missing_testbed_rights());
+    assert_megabytes_pass(
+        "mtugue66small",
+        (ForwardingMode::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6),
+        1_280,
+        true,
+    );
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
-    skip_if!(missing_testbed_rights());
-    assert_megabytes_pass("mtugue66large", (Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6), 9_000, false);
+    skip_if!(find_missing_testbed_rights());
+    assert_megabytes_pass(
+        "mtugue66large",
+        (ForwardingMode::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6),
+        9_000,
+        false,
+    );
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000() {
-    skip_if!(missing_testbed_rights());
-    assert_megabytes_pass("mtuipip64large", (Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4), 9_000, false);
+    skip_if!(find_missing_testbed_rights());
+    assert_megabytes_pass(
+        "mtuipip64large",
+        (ForwardingMode::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4),
+        9_000,
+        false,
+    );
 }
 
 #[test]
 fn megabytes_pass_by_ipip_over_ipv6_from_a_client_with_an_mtu_of_9000() {
-    skip_if!(missing_testbed_rights());
-    assert_megabytes_pass("mtuipip46large", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6), 9_000, false);
+    skip_if!(find_missing_testbed_rights());
+    assert_megabytes_pass(
+        "mtuipip46large",
+        (ForwardingMode::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6),
+        9_000,
+        false,
+    );
 }

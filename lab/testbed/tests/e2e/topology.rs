@@ -12,11 +12,11 @@ use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 use coreward_testbed::addresses::{FIRST_IPV4_VIP, HOST_DEVICE, SERVICE_ADDRESS, server_address};
 use coreward_testbed::instance::find_remains;
 use coreward_testbed::rss_emulation::{ReceiveQueueRecorder, attach_xdp_pass, read_registers, write_registers};
-use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, nginx, skip_if};
+use coreward_testbed::{Testbed, TestbedOptions, counters, find_missing_testbed_rights, nginx, skip_if};
 use nix::unistd::{Pid, getpgid};
 
-fn testbed_options(instance: &str, server_count: u16) -> TestbedOptions {
-    TestbedOptions { instance: instance.to_owned(), server_count, ..TestbedOptions::default() }
+fn build_testbed_options(instance: &str, server_count: u16) -> TestbedOptions {
+    TestbedOptions { instance_name: instance.to_owned(), server_count, ..TestbedOptions::default() }
 }
 
 fn fetch_with_curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
@@ -27,8 +27,8 @@ fn fetch_with_curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow:
 
 #[test]
 fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
-    let mut testbed = Testbed::create(testbed_options("ttopology", 2))?;
+    skip_if!(find_missing_testbed_rights(), Ok(()));
+    let mut testbed = Testbed::create(build_testbed_options("ttopology", 2))?;
 
     attach_xdp_pass(testbed.load_balancer(1)?, HOST_DEVICE)
         .context("the load balancer's device must take native XDP")?;
@@ -84,8 +84,8 @@ fn assert_queues_match_prediction(
 
 #[test]
 fn emulated_rss_delivers_all_flows_to_the_predicted_queues() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create(testbed_options("trss", 1))?;
+    skip_if!(find_missing_testbed_rights(), Ok(()));
+    let testbed = Testbed::create(build_testbed_options("trss", 1))?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.route_vip_to_server_1(testbed.client())?;
     let queue_recorder = ReceiveQueueRecorder::start(testbed.server(1)?, HOST_DEVICE)?;
@@ -106,10 +106,10 @@ fn emulated_rss_delivers_all_flows_to_the_predicted_queues() -> anyhow::Result<(
 
 #[test]
 fn new_nics_have_different_rss_keys() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create(testbed_options("tkeys", 2))?;
-    let rss_key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss_path(number))?.key) };
-    assert_ne!(rss_key(1)?, rss_key(2)?);
+    skip_if!(find_missing_testbed_rights(), Ok(()));
+    let testbed = Testbed::create(build_testbed_options("tkeys", 2))?;
+    let read_rss_key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss_path(number))?.key) };
+    assert_ne!(read_rss_key(1)?, read_rss_key(2)?);
     Ok(())
 }
 
@@ -137,8 +137,8 @@ fn read_routed_packet_counts(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
 
 #[test]
 fn connections_are_spread_over_the_next_hops() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
-    let mut testbed = Testbed::create(TestbedOptions { load_balancer_count: 2, ..testbed_options("tecmp", 1) })?;
+    skip_if!(find_missing_testbed_rights(), Ok(()));
+    let mut testbed = Testbed::create(TestbedOptions { load_balancer_count: 2, ..build_testbed_options("tecmp", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
     route_by_load_balancer_kernels(&testbed)?;
     let send_many_requests = |testbed: &Testbed| {
@@ -174,8 +174,8 @@ fn connections_are_spread_over_the_next_hops() -> anyhow::Result<()> {
 
 #[test]
 fn router_with_a_small_mtu_sends_icmp_errors_to_the_server() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = Testbed::create(TestbedOptions { router_mtu: Some(1000), ..testbed_options("tmtu", 1) })?;
+    skip_if!(find_missing_testbed_rights(), Ok(()));
+    let testbed = Testbed::create(TestbedOptions { router_mtu: Some(1000), ..build_testbed_options("tmtu", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
     route_by_load_balancer_kernels(&testbed)?;
     assert_eq!(fetch_with_curl(&testbed, nginx::LARGE_FILE_PATH, &[])?.len(), nginx::LARGE_FILE_BYTES);
@@ -185,7 +185,7 @@ fn router_with_a_small_mtu_sends_icmp_errors_to_the_server() -> anyhow::Result<(
 }
 
 const OWNER_PROCESS_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
-const KILLED_INSTANCE: &str = "tkilled";
+const KILLED_INSTANCE_NAME: &str = "tkilled";
 
 /// Creates a testbed, reports it, and waits to be killed. The next test runs this in a separate process.
 #[test]
@@ -194,7 +194,7 @@ fn own_testbed_until_killed() -> anyhow::Result<()> {
     if std::env::var_os(OWNER_PROCESS_VARIABLE).is_none() {
         return Ok(());
     }
-    let testbed = Testbed::create(testbed_options(KILLED_INSTANCE, 1))?;
+    let testbed = Testbed::create(build_testbed_options(KILLED_INSTANCE_NAME, 1))?;
     let nginx = testbed.start_nginx(1)?;
     // println! is not used, because the test runner would capture it.
     std::io::Write::write_all(&mut std::io::stdout(), format!("ready {}\n", nginx.worker_pids()[0]).as_bytes())?;
@@ -203,13 +203,13 @@ fn own_testbed_until_killed() -> anyhow::Result<()> {
 }
 
 /// Returns whether a process has not ended. An ended process has no namespace, even before wait(2).
-fn is_running(pid: u32) -> bool {
+fn is_process_running(pid: u32) -> bool {
     std::fs::metadata(format!("/proc/{pid}/ns/net")).is_ok()
 }
 
 #[test]
 fn killed_testbed_is_removed_by_next_testbed_of_same_name() -> anyhow::Result<()> {
-    skip_if!(missing_testbed_rights(), Ok(()));
+    skip_if!(find_missing_testbed_rights(), Ok(()));
     // The test's name is its path without the executable's name.
     let (_, module) = module_path!().split_once("::").context("a module")?;
     let mut owner_process = Command::new(std::env::current_exe()?)
@@ -224,19 +224,19 @@ fn killed_testbed_is_removed_by_next_testbed_of_same_name() -> anyhow::Result<()
             break worker.parse()?;
         }
     };
-    let name_in_use_error = Testbed::create(testbed_options(KILLED_INSTANCE, 1)).unwrap_err().to_string();
+    let name_in_use_error = Testbed::create(build_testbed_options(KILLED_INSTANCE_NAME, 1)).unwrap_err().to_string();
     assert!(
-        name_in_use_error.ends_with(&format!("{KILLED_INSTANCE} is in use by process {}", owner_process.id())),
+        name_in_use_error.ends_with(&format!("{KILLED_INSTANCE_NAME} is in use by process {}", owner_process.id())),
         "{name_in_use_error}"
     );
 
     owner_process.kill()?;
     owner_process.wait()?;
     // nginx's master ends with its owner. The workers do not, and the master could not signal them.
-    assert!(is_running(worker_pid));
-    drop(Testbed::create(testbed_options(KILLED_INSTANCE, 1))?);
-    assert!(!is_running(worker_pid));
-    assert_eq!(find_remains(KILLED_INSTANCE), Vec::<PathBuf>::new());
+    assert!(is_process_running(worker_pid));
+    drop(Testbed::create(build_testbed_options(KILLED_INSTANCE_NAME, 1))?);
+    assert!(!is_process_running(worker_pid));
+    assert_eq!(find_remains(KILLED_INSTANCE_NAME), Vec::<PathBuf>::new());
     Ok(())
 }
 
@@ -248,9 +248,9 @@ fn host_addresses_are_as_documented() {
 
 #[test]
 fn testbed_options_outside_limits_are_rejected() {
-    let create_error = |options| Testbed::create(options).unwrap_err().to_string();
-    let error = create_error(TestbedOptions { core_count: 0, ..TestbedOptions::default() });
+    let creation_error_text = |options| Testbed::create(options).unwrap_err().to_string();
+    let error = creation_error_text(TestbedOptions { core_count: 0, ..TestbedOptions::default() });
     assert_eq!(error, "0 cores in a testbed: expected 1 to 64");
-    let error = create_error(TestbedOptions { server_count: 251, ..TestbedOptions::default() });
+    let error = creation_error_text(TestbedOptions { server_count: 251, ..TestbedOptions::default() });
     assert_eq!(error, "251 servers in a testbed: expected 0 to 250");
 }

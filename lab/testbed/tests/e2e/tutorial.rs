@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 use coreward_testbed::doc_runner::{DocumentMachine, parse_shell_blocks};
-use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::{Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
 const UNITS_AND_MACHINES: [(&str, &str); 3] = [
     ("coreward-controller", include_str!("../../../../packaging/systemd/coreward-controller.service")),
@@ -52,11 +52,11 @@ fn run_shell_blocks(testbed: &Testbed, document: &str) {
     let shell_blocks = parse_shell_blocks(document).unwrap();
     assert!(shell_blocks.len() > 10, "{shell_blocks:?}");
     for (number, block) in shell_blocks.iter().enumerate() {
-        for name in &block.machines {
+        for name in &block.machine_names {
             let log_path = testbed.directory().join(format!("block-{number}-{name}.log"));
             let machine = machines.get(name.as_str());
             let machine = machine.unwrap_or_else(|| panic!("line {}: there is no machine {name}", block.line_number));
-            let block_output = machine.run_block(block, &log_path).unwrap_or_else(|error| panic!("{error:#}"));
+            let block_output = machine.run_shell_block(block, &log_path).unwrap_or_else(|error| panic!("{error:#}"));
             println!("== line {}, {name}\n{block_output}", block.line_number);
             assert!(!block_output.contains("not every listening socket"), "the agent finds nginx's workers");
         }
@@ -65,9 +65,9 @@ fn run_shell_blocks(testbed: &Testbed, document: &str) {
 
 #[test]
 fn commands_in_the_tutorial_succeed() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let options = TestbedOptions {
-        instance: "tutorial".to_owned(),
+        instance_name: "tutorial".to_owned(),
         server_count: 2,
         load_balancer_count: 2,
         client_address_count: 1,
@@ -79,7 +79,7 @@ fn commands_in_the_tutorial_succeed() {
 /// Runs the shell blocks in a document about two servers behind a router.
 fn run_blocks_with_routed_servers(instance: &str, document: &str) {
     let options = TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: 2,
         client_address_count: 1,
         has_server_router: true,
@@ -90,12 +90,12 @@ fn run_blocks_with_routed_servers(instance: &str, document: &str) {
 
 #[test]
 fn commands_for_routed_servers_succeed() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     run_blocks_with_routed_servers("routedtutorial", include_str!("../../../../docs/routed.md"));
 }
 
 #[test]
 fn commands_for_a_dual_stack_network_succeed() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     run_blocks_with_routed_servers("dualtutorial", include_str!("../../../../docs/dual-stack.md"));
 }

@@ -10,32 +10,32 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_testbed::addresses::{FIRST_IPV4_VIP, SERVICE_ADDRESS};
-use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, eventually};
+use crate::support::{FleetTestEnv, assert_eventually};
 
 /// Returns the configuration of a UDP service at the address and port of the TCP service.
-fn udp_service_config(udp_mode: &str, policy: &str) -> String {
+fn build_udp_service_config(udp_mode: &str, policy: &str) -> String {
     format!(
         "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"{udp_mode}\"\n\
          policy = \"{policy}\"\n"
     )
 }
 
-fn start_env(instance: &str, udp_mode: &str, policy: &str) -> TestEnv {
-    let options = TestbedOptions { instance: instance.to_owned(), server_count: 4, ..TestbedOptions::default() };
-    TestEnv::start(
+fn start_env(instance: &str, udp_mode: &str, policy: &str) -> FleetTestEnv {
+    let options = TestbedOptions { instance_name: instance.to_owned(), server_count: 4, ..TestbedOptions::default() };
+    FleetTestEnv::start(
         options,
-        FleetOptions { extra_fleet_text: udp_service_config(udp_mode, policy), ..FleetOptions::default() },
+        FleetOptions { extra_fleet_text: build_udp_service_config(udp_mode, policy), ..FleetOptions::default() },
     )
 }
 
 /// Echo servers, one thread on every server, until this value is dropped. They answer each datagram with the server's
 /// number and the datagram.
-struct EchoServers(Arc<AtomicBool>);
+struct DatagramEchoServers(Arc<AtomicBool>);
 
-impl EchoServers {
+impl DatagramEchoServers {
     fn start(testbed: &Testbed) -> Self {
         let stop_flag = Arc::new(AtomicBool::new(false));
         for number in testbed.server_numbers() {
@@ -60,7 +60,7 @@ impl EchoServers {
     }
 }
 
-impl Drop for EchoServers {
+impl Drop for DatagramEchoServers {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -70,14 +70,14 @@ impl Drop for EchoServers {
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Client socket, whose datagrams form a flow.
-struct ClientFlow {
+struct ClientUdpFlow {
     socket: UdpSocket,
     newest_request_id: Cell<u32>,
     repeated_request_count: Cell<u32>,
     duplicate_answer_count: Cell<u32>,
 }
 
-impl ClientFlow {
+impl ClientUdpFlow {
     fn open() -> Self {
         let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
         socket.set_read_timeout(Some(RETRY_INTERVAL)).unwrap();
@@ -131,15 +131,15 @@ impl ClientFlow {
 
 #[test]
 fn datagrams_of_a_flow_reach_the_same_server() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let mut env = start_env("udpflow", "flow", "rr");
-    let _echo_servers = EchoServers::start(&env.testbed);
+    let _echo_servers = DatagramEchoServers::start(&env.testbed);
     let client = env.testbed.client().clone();
     client
         .run_within(|| {
-            let flows_and_servers: Vec<(ClientFlow, u16)> = (0..64)
+            let flows_and_servers: Vec<(ClientUdpFlow, u16)> = (0..64)
                 .map(|_| {
-                    let client_flow = ClientFlow::open();
+                    let client_flow = ClientUdpFlow::open();
                     let server = client_flow.query_server(10).unwrap();
                     (client_flow, server)
                 })
@@ -152,14 +152,14 @@ fn datagrams_of_a_flow_reach_the_same_server() {
             assert_flows_stay_at_servers();
             // Datagrams longer than a frame come in fragments, of which only the first has ports.
             flows_and_servers.iter().for_each(|(flow, server)| assert_eq!(flow.query_server(5_000).unwrap(), *server));
-            env.set_admin_state(1, Some(AdminState::Draining));
-            eventually(*DEFAULT_TIMEOUT, "server 1 drains", || {
-                (0..8).all(|_| ClientFlow::open().query_server(10).unwrap() != 1)
+            env.set_admin_state(1, Some(ServerAdminState::Draining));
+            assert_eventually(*DEFAULT_TIMEOUT, "server 1 drains", || {
+                (0..8).all(|_| ClientUdpFlow::open().query_server(10).unwrap() != 1)
             });
             assert_flows_stay_at_servers();
             env.set_admin_state(2, None);
-            eventually(*DEFAULT_TIMEOUT, "server 2 goes", || {
-                (0..8).all(|_| ClientFlow::open().query_server(10).unwrap() > 2)
+            assert_eventually(*DEFAULT_TIMEOUT, "server 2 goes", || {
+                (0..8).all(|_| ClientUdpFlow::open().query_server(10).unwrap() > 2)
             });
             assert_flows_stay_at_servers();
             Ok(())
@@ -169,14 +169,14 @@ fn datagrams_of_a_flow_reach_the_same_server() {
 
 #[test]
 fn datagrams_balanced_per_packet_follow_the_policy() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let env = start_env("udppacket", "packet", "rr");
-    let _echo_servers = EchoServers::start(&env.testbed);
+    let _echo_servers = DatagramEchoServers::start(&env.testbed);
     let answering_servers: Vec<u16> = env
         .testbed
         .client()
         .run_within(|| {
-            let client_flow = ClientFlow::open();
+            let client_flow = ClientUdpFlow::open();
             // The requests come faster than tables change. Still, packets with the same addresses and ports must
             // alternate between servers.
             (0..80).map(|_| client_flow.query_server(10)).collect()

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coreward_testbed::fleet::coreward_binary;
-use coreward_testbed::{missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::coreward_binary_path;
+use coreward_testbed::{find_missing_testbed_rights, skip_if};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -55,10 +55,10 @@ exec prlimit --nofile="$open_files" chroot "$root" setpriv --reuid "$user" --reg
 	--no-new-privs --inh-caps=-all --bounding-set "$bounding_set" "$@"
 "#;
 
-struct SystemdUnit(String);
+struct SystemdUnitText(String);
 
-impl SystemdUnit {
-    fn read(name: &str) -> Self {
+impl SystemdUnitText {
+    fn read_unit(name: &str) -> Self {
         let units_directory = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd");
         Self(fs::read_to_string(units_directory.join(format!("coreward-{name}.service"))).unwrap())
     }
@@ -69,15 +69,15 @@ impl SystemdUnit {
 }
 
 /// Running process of a unit. Dropping this value kills the process, and its namespaces end with it.
-struct UnitProcess {
+struct SystemdUnitProcess {
     child: Child,
     directory: tempfile::TempDir,
 }
 
-impl UnitProcess {
+impl SystemdUnitProcess {
     /// Starts a unit's command with `files` in /etc/coreward, given as (name, content).
     fn start(unit: &str, files: &[(&str, &str)]) -> Self {
-        let systemd_unit = SystemdUnit::read(unit);
+        let systemd_unit = SystemdUnitText::read_unit(unit);
         assert_eq!(systemd_unit.setting_value("ProtectSystem"), Some("strict"));
         let directory = tempfile::tempdir().unwrap();
         let path_in_directory = |name: &str| directory.path().join(name);
@@ -100,7 +100,7 @@ impl UnitProcess {
             limit.parse::<u64>().unwrap().min(hard_limit).to_string()
         });
         command.args(["--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", RUN_UNIT_SCRIPT, "unit"]);
-        command.arg(path_in_directory("overlay")).arg(coreward_binary().unwrap()).arg(path_in_directory("files"));
+        command.arg(path_in_directory("overlay")).arg(coreward_binary_path().unwrap()).arg(path_in_directory("files"));
         command.args([
             systemd_unit.setting_value("StateDirectory").unwrap_or(""),
             systemd_unit.setting_value("ReadWritePaths").unwrap_or(""),
@@ -158,7 +158,7 @@ impl Drop for PinDirectory {
     }
 }
 
-impl Drop for UnitProcess {
+impl Drop for SystemdUnitProcess {
     fn drop(&mut self) {
         // Kill the namespace's first process first, because after its change of user it does not die with its parent.
         // An error means that it has already ended.
@@ -174,30 +174,30 @@ impl Drop for UnitProcess {
 
 #[test]
 fn every_unit_starts_with_only_its_own_capabilities() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let [lb_pins, agent_pins] = ["lb", "agent"].map(PinDirectory::new);
     let controller_config = "listen = \"10.1.1.1:7400\"\n";
     let single_controller_config = format!("{controller_config}store = \"/var/lib/coreward/controller.redb\"\n");
-    UnitProcess::start("controller", &[("controller.toml", &single_controller_config)])
+    SystemdUnitProcess::start("controller", &[("controller.toml", &single_controller_config)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
     // The file in docs/deployment.md has no token_directory, and no etcd answers here.
     let etcd_controller_config = format!("{controller_config}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
-    UnitProcess::start("controller", &[("controller.toml", &etcd_controller_config)])
+    SystemdUnitProcess::start("controller", &[("controller.toml", &etcd_controller_config)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
     let rack_controller_config = "name = \"rack1\"\nlisten = \"10.1.1.1:7500\"\ncontroller = \"10.1.0.1:7400\"\n";
-    UnitProcess::start("rack", &[("rack.toml", rack_controller_config)])
+    SystemdUnitProcess::start("rack", &[("rack.toml", rack_controller_config)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7500");
     let lb_config = format!(
         "name = \"lb1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         lb_pins.0
     );
-    UnitProcess::start("lb", &[("lb.toml", &lb_config)])
+    SystemdUnitProcess::start("lb", &[("lb.toml", &lb_config)])
         .wait_for_log("event=\"program-attached\" load_balancer=\"lb1\" interface=\"eth0\"");
     let agent_config = format!(
         "server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         agent_pins.0
     );
-    UnitProcess::start("agent", &[("agent.toml", &agent_config)])
+    SystemdUnitProcess::start("agent", &[("agent.toml", &agent_config)])
         .wait_for_log("the agent has attached its BPF programs event=\"programs-attached\"");
     for pins in [lb_pins, agent_pins] {
         fs::remove_dir_all(&pins.0).unwrap();

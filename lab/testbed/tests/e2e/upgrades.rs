@@ -6,26 +6,28 @@ use std::time::Duration;
 
 use coreward_dataplane::mmap_array::MmapArray;
 use coreward_intf as intf;
-use coreward_model::consistency::Consistency;
+use coreward_model::consistency::ConsistencyMode;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::FleetOptions;
-use coreward_testbed::stream::client::{StreamClient, StreamWorkload};
-use coreward_testbed::{TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::stream::client::{StreamClientProcess, StreamWorkload};
+use coreward_testbed::{TestbedOptions, find_missing_testbed_rights, skip_if};
 use libbpf_rs::MapHandle;
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::support::{TestEnv, assert_streams_unbroken, eventually, sleep_ms, wait_until_configuration_in_force};
+use crate::support::{
+    FleetTestEnv, assert_eventually, assert_streams_unbroken, sleep_ms, wait_until_configuration_in_force,
+};
 
 const SERVER_COUNT: u16 = 3;
 
-fn start_env(instance: &str, load_balancer_count: u16, consistency: Consistency) -> TestEnv {
+fn start_env(instance: &str, load_balancer_count: u16, consistency: ConsistencyMode) -> FleetTestEnv {
     let testbed_options = TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: SERVER_COUNT,
         load_balancer_count,
         ..TestbedOptions::default()
     };
-    TestEnv::start(testbed_options, FleetOptions { consistency, ..FleetOptions::default() })
+    FleetTestEnv::start(testbed_options, FleetOptions { consistency, ..FleetOptions::default() })
 }
 
 fn agent_names() -> impl Iterator<Item = String> {
@@ -39,7 +41,7 @@ fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
     mapped_state.store(0, 99);
 }
 
-impl TestEnv {
+impl FleetTestEnv {
     fn pin_path(&self, daemon: &str) -> PathBuf {
         match daemon.strip_prefix("lb") {
             Some(number) => self.testbed.load_balancer_pin_directory(number.parse().unwrap()),
@@ -48,7 +50,7 @@ impl TestEnv {
     }
 
     /// Starts a stream client with the source addresses `addresses`, because two runs cannot bind the same ports.
-    fn start_streams_from(&self, addresses: Range<u16>) -> StreamClient {
+    fn start_streams_from(&self, addresses: Range<u16>) -> StreamClientProcess {
         let stream_workload = StreamWorkload::endless(150.0);
         self.testbed.start_stream_client_at_address(SERVICE_ADDRESS, addresses, &stream_workload, None).unwrap()
     }
@@ -57,7 +59,7 @@ impl TestEnv {
     fn restart_with_other_layout(&mut self, daemon: &str) {
         let pin_directory = self.pin_path(daemon);
         self.fleet.kill_daemon(daemon).unwrap();
-        let pinned_problem = || match daemon.starts_with("lb") {
+        let find_pinned_problem = || match daemon.starts_with("lb") {
             true => coreward_dataplane::lb::take_over_problem(&pin_directory),
             false => coreward_dataplane::server::take_over_problem(&pin_directory).unwrap(),
         };
@@ -65,16 +67,16 @@ impl TestEnv {
             true => set_layout_version::<intf::lb_state>(&pin_directory.join("lb/state")),
             false => set_layout_version::<intf::server_state>(&pin_directory.join("server/state")),
         }
-        assert!(pinned_problem().is_some());
+        assert!(find_pinned_problem().is_some());
         self.fleet.restart_daemon(&self.testbed, daemon).unwrap();
-        eventually(Duration::from_secs(60), "the new version is at work", || pinned_problem().is_none());
+        assert_eventually(Duration::from_secs(60), "the new version is at work", || find_pinned_problem().is_none());
     }
 }
 
 #[test]
 fn pins_with_same_layout_are_reused() {
-    skip_if!(missing_testbed_rights());
-    let mut env = start_env("upsame", 1, Consistency::Stateless);
+    skip_if!(find_missing_testbed_rights());
+    let mut env = start_env("upsame", 1, ConsistencyMode::Stateless);
     let stream_client = env.start_streams(150.0);
     sleep_ms(1_000);
     for daemon in ["controller".to_owned(), "lb1".to_owned()].into_iter().chain(agent_names()) {
@@ -87,8 +89,8 @@ fn pins_with_same_layout_are_reused() {
 
 #[test]
 fn pins_with_other_layout_are_replaced_when_new_pins_are_ready() {
-    skip_if!(missing_testbed_rights());
-    for consistency in [Consistency::Stateless, Consistency::Stateful] {
+    skip_if!(find_missing_testbed_rights());
+    for consistency in [ConsistencyMode::Stateless, ConsistencyMode::Stateful] {
         let mut env = start_env("uplayout", 1, consistency);
         let stream_client = env.start_streams(150.0);
         sleep_ms(1_500);
@@ -106,7 +108,7 @@ fn pins_with_other_layout_are_replaced_when_new_pins_are_ready() {
 #[ignore = "needs an older version's binary: make test-upgrade"]
 fn connections_survive_upgrade_and_downgrade_between_versions() {
     let old_binary = PathBuf::from(std::env::var_os("COREWARD_OLD").expect("COREWARD_OLD: the older version's binary"));
-    let mut env = start_env("upreal", 2, Consistency::Stateless);
+    let mut env = start_env("upreal", 2, ConsistencyMode::Stateless);
     let daemon_names: Vec<String> =
         ["controller", "lb1", "lb2"].map(str::to_owned).into_iter().chain(agent_names()).collect();
     // Start all daemons with the older version, so that their pins are of that version, too.
@@ -145,7 +147,7 @@ fn connections_survive_upgrade_and_downgrade_between_versions() {
 
 /// Restarts one of the two load balancers without its pinned BPF objects. As in docs/deployment.md, the other load
 /// balancer carries the traffic meanwhile.
-fn restart_without_pins_while_other_carries_traffic(env: &mut TestEnv, load_balancer: u16) {
+fn restart_without_pins_while_other_carries_traffic(env: &mut FleetTestEnv, load_balancer: u16) {
     let daemon = format!("lb{load_balancer}");
     let other_load_balancers: Vec<u16> = [1, 2].into_iter().filter(|other| *other != load_balancer).collect();
     env.testbed.route_vips_to_load_balancers(&other_load_balancers).unwrap();
@@ -157,7 +159,7 @@ fn restart_without_pins_while_other_carries_traffic(env: &mut TestEnv, load_bala
 }
 
 /// Restarts a daemon without its pinned BPF objects.
-fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
+fn restart_without_pins(env: &mut FleetTestEnv, daemon: &str, binary: Option<&Path>) {
     let pin_directory = env.pin_path(daemon);
     // Ignore an error, because the binary may reject pins of the other version.
     let _ = env.fleet.replace_daemon_binary(&env.testbed, daemon, binary);

@@ -1,38 +1,38 @@
 //! Clients and servers in VLANs at access ports of a bridge, for which load balancers read, replace, insert and remove
 //! tags.
 
-use coreward_model::consistency::{Consistency, TimestampOrigin};
-use coreward_model::forwarding::Forwarding;
+use coreward_model::consistency::{ConsistencyMode, TimestampOrigin};
+use coreward_model::forwarding::ForwardingMode;
 use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
-use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::topology::Vlans;
-use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::fleet::{FleetOptions, ServerAdminState};
+use coreward_testbed::topology::TestbedVlans;
+use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{TestEnv, assert_streams_unbroken, eventually, run_command_line};
+use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken, run_command_line};
 
-fn start_env(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet_options: FleetOptions) -> TestEnv {
+fn start_env(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet_options: FleetOptions) -> FleetTestEnv {
     let options = TestbedOptions {
-        instance: instance.to_owned(),
+        instance_name: instance.to_owned(),
         server_count: 3,
         family,
-        vlans: Some(Vlans { vip_vlan: vlans.0, server_vlans: vlans.1.to_vec() }),
+        vlans: Some(TestbedVlans { vip_vlan: vlans.0, server_vlans: vlans.1.to_vec() }),
         ..TestbedOptions::default()
     };
-    TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet_options })
+    FleetTestEnv::start(options, FleetOptions { policy_name: "rr".to_owned(), ..fleet_options })
 }
 
 /// Asserts that no connection breaks when the pool changes and the load balancer's daemon restarts under load.
-fn assert_changes_break_no_connection(env: &mut TestEnv) {
+fn assert_changes_break_no_connection(env: &mut FleetTestEnv) {
     let stream_client = env.start_streams(100.0);
     env.wait_for_connections(150);
-    env.set_admin_state(1, Some(AdminState::Draining));
+    env.set_admin_state(1, Some(ServerAdminState::Draining));
     env.wait_for_connections(100);
     env.fleet.kill_daemon("lb1").unwrap();
     env.wait_for_connections(50);
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    env.set_admin_state(1, Some(AdminState::Active));
+    env.set_admin_state(1, Some(ServerAdminState::Active));
     env.set_admin_state(2, None);
     env.wait_for_connections(100);
     assert_streams_unbroken(stream_client);
@@ -40,7 +40,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
 
 #[test]
 fn connections_with_cookies_cross_vlans_and_survive_pool_changes() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     // In frames to servers 1 and 3 the tag is replaced, and frames to server 2 have none.
     let mut env = start_env("vlan", (10, &[20, 0]), AddressFamily::Ipv4, FleetOptions::default());
     assert_changes_break_no_connection(&mut env);
@@ -59,7 +59,7 @@ fn connections_with_cookies_cross_vlans_and_survive_pool_changes() {
 
 #[test]
 fn untagged_clients_reach_ipv6_servers_in_other_vlans() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let fleet_options = FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() };
     let mut env = start_env("vlan6", (0, &[20, 30]), AddressFamily::Ipv6, fleet_options);
     assert_changes_break_no_connection(&mut env);
@@ -69,8 +69,8 @@ fn untagged_clients_reach_ipv6_servers_in_other_vlans() {
 /// Tests that packets of unknown connections reach their server, through a neighbour entry in the VLAN.
 #[test]
 fn daisy_chained_connections_in_one_vlan_survive_pool_changes() {
-    skip_if!(missing_testbed_rights());
-    let (consistency, timestamps) = (Consistency::Beamer, TimestampOrigin::Off);
+    skip_if!(find_missing_testbed_rights());
+    let (consistency, timestamps) = (ConsistencyMode::Beamer, TimestampOrigin::Off);
     let fleet_options = FleetOptions { consistency, timestamps, ..FleetOptions::default() };
     let mut env = start_env("vlanchain", (10, &[10]), AddressFamily::Ipv4, fleet_options);
     assert_changes_break_no_connection(&mut env);
@@ -78,8 +78,8 @@ fn daisy_chained_connections_in_one_vlan_survive_pool_changes() {
 
 #[test]
 fn encapsulated_packets_have_the_tag_of_the_servers_vlan() {
-    skip_if!(missing_testbed_rights());
-    let fleet_options = FleetOptions { forwarding: Forwarding::Gue, ..FleetOptions::default() };
+    skip_if!(find_missing_testbed_rights());
+    let fleet_options = FleetOptions { forwarding: ForwardingMode::Gue, ..FleetOptions::default() };
     let mut env = start_env("vlangue", (10, &[20]), AddressFamily::Ipv4, fleet_options);
     assert_changes_break_no_connection(&mut env);
     assert!(env.sum_counter("established") > 500);
@@ -88,14 +88,14 @@ fn encapsulated_packets_have_the_tag_of_the_servers_vlan() {
 
 #[test]
 fn frames_keep_tags_and_missing_vlan_device_is_reported() {
-    skip_if!(missing_testbed_rights());
+    skip_if!(find_missing_testbed_rights());
     let env = start_env("vlanfault", (10, &[20]), AddressFamily::Ipv4, FleetOptions::default());
     let lb_host = env.testbed.load_balancer(1).unwrap();
-    eventually(*DEFAULT_TIMEOUT, "the driver leaves tags in frames", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the driver leaves tags in frames", || {
         run_command_line(&env.testbed, lb_host, &format!("ethtool -k {HOST_DEVICE}")).contains("rx-vlan-offload: off")
     });
     let missing_device_warning = "has no device for VLAN 10: expected one with an address there";
-    eventually(*DEFAULT_TIMEOUT, "the status names the VLAN", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "the status names the VLAN", || {
         env.fleet.query_status(&env.testbed).unwrap().to_string().contains(missing_device_warning)
     });
 }

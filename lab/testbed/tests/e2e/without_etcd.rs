@@ -4,16 +4,16 @@
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
-use coreward_etcd::local::LocalMember;
+use coreward_etcd::local::LocalEtcdMember;
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
-use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command_for};
+use coreward_testbed::fleet::{Fleet, FleetOptions, build_operator_command_for};
 use coreward_testbed::nginx::NginxServer;
-use coreward_testbed::process::Process;
-use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
+use coreward_testbed::process::TestbedProcess;
+use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_masked_within, count_broken_connections, eventually,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_eventually, assert_masked_within, count_broken_connections,
     open_keepalive_connections, try_open_connections,
 };
 
@@ -28,23 +28,23 @@ const FLEET_DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \
                         3\n";
 
 /// Fleet with two controllers and one etcd member. The fields are dropped in this order, the testbed last.
-struct TestEnv {
+struct WithoutEtcdEnv {
     fleet: Fleet,
-    etcd_process: Option<Process>,
-    etcd_member: LocalMember,
+    etcd_process: Option<TestbedProcess>,
+    etcd_member: LocalEtcdMember,
     nginx_servers: Vec<Option<NginxServer>>,
     testbed: Testbed,
 }
 
-fn start_etcd(testbed: &Testbed, member: &LocalMember) -> Process {
-    let command = member.start_command(std::slice::from_ref(member), &testbed.directory());
+fn start_etcd(testbed: &Testbed, member: &LocalEtcdMember) -> TestbedProcess {
+    let command = member.build_start_command(std::slice::from_ref(member), &testbed.directory());
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
-impl TestEnv {
+impl WithoutEtcdEnv {
     fn start() -> Self {
         let options = TestbedOptions {
-            instance: "noetcd".to_owned(),
+            instance_name: "noetcd".to_owned(),
             server_count: SERVER_COUNT,
             load_balancer_count: 2,
             core_count: 1,
@@ -53,7 +53,7 @@ impl TestEnv {
         let testbed = Testbed::create(options).unwrap();
         let nginx_servers =
             testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
-        let etcd_member = LocalMember::local_cluster_members(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
+        let etcd_member = LocalEtcdMember::local_cluster_members(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
         let etcd_process = Some(start_etcd(&testbed, &etcd_member));
         let mut fleet_document = FLEET_DOCUMENT.to_owned();
         for number in 1..=SERVER_COUNT {
@@ -70,7 +70,7 @@ impl TestEnv {
         let fleet = Fleet::start(&testbed, options).unwrap();
         let env = Self { fleet, etcd_process, etcd_member, nginx_servers, testbed };
         env.wait_until_only_servers_answer(&[1, 2, 3]);
-        eventually(*DEFAULT_TIMEOUT, "every load balancer has checked every server", || {
+        assert_eventually(*DEFAULT_TIMEOUT, "every load balancer has checked every server", || {
             let service_members = env.query_status()["services"][0]["members"].as_array().unwrap().clone();
             let is_up = |member: &Value| {
                 let member_checks = member["health_checks"].as_array().unwrap().clone();
@@ -90,13 +90,13 @@ impl TestEnv {
     }
 
     fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let command = operator_command_for(&self.testbed, 1..=2, arguments)?;
+        let command = build_operator_command_for(&self.testbed, 1..=2, arguments)?;
         Ok(String::from_utf8(self.testbed.run_command(self.testbed.controller(), command)?.stdout)?)
     }
 
     fn query_status(&self) -> Value {
         let mut status_text = String::new();
-        eventually(*DEFAULT_TIMEOUT, "a leader answers", || {
+        assert_eventually(*DEFAULT_TIMEOUT, "a leader answers", || {
             status_text = self.run_coreward(&["status", "--format", "json"]).unwrap_or_default();
             !status_text.is_empty()
         });
@@ -107,7 +107,7 @@ impl TestEnv {
     fn count_leaders(&self) -> usize {
         let query_health = |number: u16| {
             let mut curl = Command::new("curl");
-            let api_address = coreward_testbed::fleet::api_address_of(number);
+            let api_address = coreward_testbed::fleet::controller_api_address(number);
             let viewer_token = std::fs::read_to_string(self.testbed.directory().join("viewer.token")).unwrap();
             curl.args(["-s", "-m", "2", "-H", &format!("Authorization: Bearer {}", viewer_token.trim())]);
             curl.arg(format!("http://{api_address}/v1/health"));
@@ -126,7 +126,7 @@ impl TestEnv {
 
     /// Waits until new connections go to exactly these servers, and none fails.
     fn wait_until_only_servers_answer(&self, servers: &[u16]) {
-        eventually(*DEFAULT_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
+        assert_eventually(*DEFAULT_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
             let Ok(connections) = try_open_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else {
                 return false;
             };
@@ -139,13 +139,13 @@ impl TestEnv {
 
 #[test]
 fn connections_continue_without_etcd_and_controllers() {
-    skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start();
+    skip_if!(find_missing_testbed_rights());
+    let mut env = WithoutEtcdEnv::start();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     assert_eq!(env.count_leaders(), 1);
 
     env.kill_etcd();
-    eventually(*DEFAULT_TIMEOUT, "no controller leads", || env.count_leaders() == 0);
+    assert_eventually(*DEFAULT_TIMEOUT, "no controller leads", || env.count_leaders() == 0);
     assert!(env.run_coreward(&["drain", "s1"]).is_err());
     env.stop_server_and_assert_masked(2);
     env.wait_until_only_servers_answer(&[1, 3]);
@@ -155,10 +155,10 @@ fn connections_continue_without_etcd_and_controllers() {
     env.wait_until_only_servers_answer(&[1, 2, 3]);
 
     env.restart_etcd();
-    eventually(*DEFAULT_TIMEOUT, "one controller leads", || env.count_leaders() == 1);
-    eventually(*DEFAULT_TIMEOUT, "changes are made again", || env.run_coreward(&["drain", "s1"]).is_ok());
+    assert_eventually(*DEFAULT_TIMEOUT, "one controller leads", || env.count_leaders() == 1);
+    assert_eventually(*DEFAULT_TIMEOUT, "changes are made again", || env.run_coreward(&["drain", "s1"]).is_ok());
     env.wait_until_only_servers_answer(&[2, 3]);
-    eventually(*DEFAULT_TIMEOUT, "and undone", || env.run_coreward(&["undrain", "s1"]).is_ok());
+    assert_eventually(*DEFAULT_TIMEOUT, "and undone", || env.run_coreward(&["undrain", "s1"]).is_ok());
     env.wait_until_only_servers_answer(&[1, 2, 3]);
     assert_eq!(count_broken_connections(&mut connections), 0, "with etcd back");
 

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use coreward_daemon::drop_capabilities;
 use coreward_metrics::table::Component;
-use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, operator_command};
+use coreward_testbed::fleet::{CoreLoadSource, Fleet, FleetOptions, ServerAdminState, build_operator_command};
 use coreward_testbed::http::{HttpConnection, WorkerIdentity};
-use coreward_testbed::stream::client::{StreamClient, StreamReport, StreamWorkload};
+use coreward_testbed::stream::client::{StreamClientProcess, StreamReport, StreamWorkload};
 use coreward_testbed::stream::server::StreamServerProcess;
-use coreward_testbed::{DEFAULT_TIMEOUT, Namespace, Testbed, TestbedOptions, counters};
+use coreward_testbed::{DEFAULT_TIMEOUT, NetworkNamespace, Testbed, TestbedOptions, counters};
 
 pub type ConnectionsAndWorkers = Vec<(HttpConnection, WorkerIdentity)>;
 
@@ -63,10 +63,10 @@ pub fn open_connections_at_each_server(
     min_connections_per_server: usize,
 ) -> ConnectionsAndWorkers {
     let mut open_connections = ConnectionsAndWorkers::new();
-    let connection_count = |connections: &ConnectionsAndWorkers, server| {
+    let count_connections = |connections: &ConnectionsAndWorkers, server| {
         connections.iter().filter(|(_, answerer)| answerer.server_number == server).count()
     };
-    while servers.iter().any(|server| connection_count(&open_connections, *server) < min_connections_per_server) {
+    while servers.iter().any(|server| count_connections(&open_connections, *server) < min_connections_per_server) {
         assert!(
             open_connections.len() < 400,
             "of {} connections one of the servers {servers:?} has too few",
@@ -78,18 +78,19 @@ pub fn open_connections_at_each_server(
 }
 
 /// Testbed with a fleet and stream servers. The fields are dropped in this order, the testbed last.
-pub struct TestEnv {
+pub struct FleetTestEnv {
     pub fleet: Fleet,
     _stream_servers: StreamServerProcess,
     pub testbed: Testbed,
 }
 
-impl TestEnv {
+impl FleetTestEnv {
     /// Starts a testbed with one core per server, stream servers and a fleet.
     pub fn start(testbed_options: TestbedOptions, fleet: FleetOptions) -> Self {
         let testbed = Testbed::create(TestbedOptions { core_count: 1, ..testbed_options }).unwrap();
         let stream_servers = testbed.start_stream_servers().unwrap();
-        let fleet_options = FleetOptions { load_source: LoadSource::PacedServer, steers_connections: false, ..fleet };
+        let fleet_options =
+            FleetOptions { load_source: CoreLoadSource::PacedServer, steers_connections: false, ..fleet };
         let fleet = Fleet::start(&testbed, fleet_options).unwrap();
         Self { fleet, _stream_servers: stream_servers, testbed }
     }
@@ -106,13 +107,13 @@ impl TestEnv {
     }
 
     /// Starts a client that opens connections at the given rate until [`assert_streams_unbroken`] ends the client.
-    pub fn start_streams(&self, connections_per_second: f64) -> StreamClient {
+    pub fn start_streams(&self, connections_per_second: f64) -> StreamClientProcess {
         self.testbed.start_stream_client(&StreamWorkload::endless(connections_per_second), None).unwrap()
     }
 
     /// Sets a server's state in the controller's file, or removes the server if it is `None`. Returns when every
     /// component has confirmed the change, because a connection need not survive two changes at once.
-    pub fn set_admin_state(&mut self, server: u16, state: Option<AdminState>) {
+    pub fn set_admin_state(&mut self, server: u16, state: Option<ServerAdminState>) {
         let query_generation =
             |env: &Self| env.fleet.query_status(&env.testbed).ok()?["configuration_generation"].as_u64();
         let generation_before = query_generation(self);
@@ -121,8 +122,10 @@ impl TestEnv {
             Some(state) => drop(pool.insert(server, state)),
             None => drop(pool.remove(&server)),
         }
-        self.fleet.set_pool(&self.testbed, pool).unwrap();
-        eventually(*DEFAULT_TIMEOUT, "the controller takes the change", || query_generation(self) > generation_before);
+        self.fleet.set_server_pool(&self.testbed, pool).unwrap();
+        assert_eventually(*DEFAULT_TIMEOUT, "the controller takes the change", || {
+            query_generation(self) > generation_before
+        });
         wait_until_configuration_in_force(&self.fleet, &self.testbed);
     }
 
@@ -131,7 +134,7 @@ impl TestEnv {
         let read_opened_connection_count =
             || counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpActiveOpens"];
         let expected_connection_count = read_opened_connection_count() + connection_count;
-        eventually(*DEFAULT_TIMEOUT, "the client begins connections", || {
+        assert_eventually(*DEFAULT_TIMEOUT, "the client begins connections", || {
             read_opened_connection_count() >= expected_connection_count
         });
     }
@@ -152,13 +155,13 @@ impl TestEnv {
 
     /// Runs `coreward ARGUMENTS` against this testbed's controller and returns the output.
     pub fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let command = operator_command(&self.testbed, arguments)?;
+        let command = build_operator_command(&self.testbed, arguments)?;
         Ok(String::from_utf8(self.testbed.run_command(self.testbed.controller(), command)?.stdout)?)
     }
 }
 
 /// Runs a command line without quotes in a namespace, and returns its output.
-pub fn run_command_line(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
+pub fn run_command_line(testbed: &Testbed, namespace: &NetworkNamespace, command: &str) -> String {
     let command_words: Vec<&str> = command.split_whitespace().collect();
     let mut program_command = Command::new(command_words[0]);
     program_command.args(&command_words[1..]);
@@ -166,20 +169,20 @@ pub fn run_command_line(testbed: &Testbed, namespace: &Namespace, command: &str)
 }
 
 /// Fetches the metrics page that a daemon in this namespace serves at `address`. Fails when it does not answer.
-pub fn fetch_metrics_page(testbed: &Testbed, host: &Namespace, address: &str) -> anyhow::Result<String> {
+pub fn fetch_metrics_page(testbed: &Testbed, host: &NetworkNamespace, address: &str) -> anyhow::Result<String> {
     let mut curl = Command::new("curl");
     curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{address}/metrics")]);
     Ok(String::from_utf8(testbed.run_command(host, curl)?.stdout)?)
 }
 
 /// Returns the value of a time series on a metrics page. `name` is the name of the series with its labels.
-pub fn series_value(page: &str, name: &str) -> Option<f64> {
+pub fn find_series_value(page: &str, name: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
 /// Waits until every component has confirmed the current configuration.
 pub fn wait_until_configuration_in_force(fleet: &Fleet, testbed: &Testbed) {
-    eventually(*DEFAULT_TIMEOUT, "every part confirms the configuration", || {
+    assert_eventually(*DEFAULT_TIMEOUT, "every part confirms the configuration", || {
         let Ok(status) = fleet.query_status(testbed) else { return false };
         let (Some(servers), Some(balancers)) = (status["servers"].as_array(), status["load_balancers"].as_array())
         else {
@@ -195,7 +198,7 @@ pub fn wait_until_configuration_in_force(fleet: &Fleet, testbed: &Testbed) {
 
 /// Returns the time from `start_time` to the next line that contains `log_words` in a load balancer's log, or `None` if
 /// there is no such line yet.
-pub fn duration_until_logged(
+pub fn measure_duration_until_logged(
     testbed: &Testbed,
     load_balancer: u16,
     log_words: &str,
@@ -214,10 +217,10 @@ pub fn duration_until_logged(
 pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, stop_time: SystemTime) {
     let log_words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
     for balancer in testbed.load_balancer_numbers() {
-        let masking_delay = || duration_until_logged(testbed, balancer, &log_words, stop_time);
-        eventually(*DEFAULT_TIMEOUT, &log_words, || masking_delay().is_some());
-        println!("lb{balancer}: masked after {:?}, expected within {limit:?}", masking_delay().unwrap());
-        assert!(masking_delay().unwrap() <= limit, "lb{balancer}");
+        let measure_masking_delay = || measure_duration_until_logged(testbed, balancer, &log_words, stop_time);
+        assert_eventually(*DEFAULT_TIMEOUT, &log_words, || measure_masking_delay().is_some());
+        println!("lb{balancer}: masked after {:?}, expected within {limit:?}", measure_masking_delay().unwrap());
+        assert!(measure_masking_delay().unwrap() <= limit, "lb{balancer}");
     }
 }
 
@@ -225,7 +228,7 @@ pub fn sleep_ms(milliseconds: u64) {
     std::thread::sleep(Duration::from_millis(milliseconds));
 }
 
-pub fn eventually(limit: Duration, description: &str, mut is_satisfied: impl FnMut() -> bool) {
+pub fn assert_eventually(limit: Duration, description: &str, mut is_satisfied: impl FnMut() -> bool) {
     let deadline = Instant::now() + limit;
     while !is_satisfied() {
         assert!(Instant::now() < deadline, "{description}: not within {limit:?}");
@@ -235,7 +238,7 @@ pub fn eventually(limit: Duration, description: &str, mut is_satisfied: impl FnM
 
 /// Ends a stream client after its connections have experienced the last change, and returns its report. Asserts that
 /// there were many connections, and that none broke or stalled.
-pub fn assert_streams_unbroken(client: StreamClient) -> StreamReport {
+pub fn assert_streams_unbroken(client: StreamClientProcess) -> StreamReport {
     sleep_ms(2_000);
     let report = client.terminate_and_report(*DEFAULT_TIMEOUT).unwrap();
     let sums = report.sum_of_seconds();
@@ -255,16 +258,16 @@ pub fn process_status_field(pid: u32, field: &str) -> String {
 }
 
 /// Returns the effective capabilities of a process, as a bit mask.
-pub fn effective_capabilities(pid: u32) -> u64 {
+pub fn read_effective_capabilities(pid: u32) -> u64 {
     u64::from_str_radix(&process_status_field(pid, "CapEff:"), 16).unwrap()
 }
 
 /// Returns the capabilities that a daemon retains, as a bit mask.
-pub fn retained_capabilities(daemon: Component) -> u64 {
-    capability_mask(drop_capabilities::retained_capabilities(daemon).iter().copied())
+pub fn retained_capability_mask(daemon: Component) -> u64 {
+    to_capability_mask(drop_capabilities::retained_capabilities(daemon).iter().copied())
 }
 
-pub fn capability_mask(capabilities: impl IntoIterator<Item = caps::Capability>) -> u64 {
+pub fn to_capability_mask(capabilities: impl IntoIterator<Item = caps::Capability>) -> u64 {
     capabilities.into_iter().fold(0, |mask, capability| mask | capability.bitmask())
 }
 

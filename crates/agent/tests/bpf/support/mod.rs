@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_agent::agent::Agent;
-use coreward_agent::config::{Config, Load, Rss, Steer};
+use coreward_agent::config::{AgentConfig, LoadSourceConfig, RssSourceConfig, SteeringMode};
 use coreward_agent::report_state::SentReportState;
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS, server_address};
@@ -24,7 +24,7 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn create_testbed(instance_name: &str) -> anyhow::Result<Testbed> {
     let testbed = Testbed::create(TestbedOptions {
-        instance: instance_name.to_owned(),
+        instance_name: instance_name.to_owned(),
         server_count: 1,
         core_count: CORE_COUNT,
         ..TestbedOptions::default()
@@ -41,25 +41,25 @@ pub fn create_testbed(instance_name: &str) -> anyhow::Result<Testbed> {
         HOST_DEVICE,
     ]);
     testbed.run_command(testbed.client(), route_command)?;
-    std::fs::write(busy_time_file(&testbed), [0; CORE_COUNT as usize * 8])?;
+    std::fs::write(busy_time_path(&testbed), [0; CORE_COUNT as usize * 8])?;
     Ok(testbed)
 }
 
-pub fn busy_time_file(testbed: &Testbed) -> std::path::PathBuf {
+pub fn busy_time_path(testbed: &Testbed) -> std::path::PathBuf {
     testbed.directory().join("busy")
 }
 
-pub fn agent_config(testbed: &Testbed) -> Config {
-    Config {
+pub fn agent_config(testbed: &Testbed) -> AgentConfig {
+    AgentConfig {
         server: "s1".to_owned(),
         controllers: SocketAddr::from(([127, 0, 0, 1], 7400)).into(),
         interface: HOST_DEVICE.to_owned(),
         pin_directory: testbed.pin_directory().join("agent"),
         manage_rss: true,
         manage_timestamps: true,
-        steer: Steer::Order,
-        load: Load::Published { path: busy_time_file(testbed) },
-        rss: Rss::Testbed { path: testbed.emulated_rss_path(1), entries: 128 },
+        steer: SteeringMode::Order,
+        load: LoadSourceConfig::Published { path: busy_time_path(testbed) },
+        rss: RssSourceConfig::Testbed { path: testbed.emulated_rss_path(1), entries: 128 },
         metrics: None,
         tls: None,
         dispatch: None,
@@ -67,26 +67,26 @@ pub fn agent_config(testbed: &Testbed) -> Config {
     }
 }
 
-pub fn server_id() -> ServerId {
+pub fn test_server_id() -> ServerId {
     ServerId::try_from(4711).unwrap()
 }
 
-pub fn agent_configuration() -> AgentConfiguration {
+pub fn test_agent_configuration() -> AgentConfiguration {
     AgentConfiguration {
         generation: 1,
         services: vec![AgentService {
             name: "web".to_owned(),
             address: ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp },
-            server_id: server_id(),
+            server_id: test_server_id(),
             mode: ServiceSettings::default(),
         }],
         keys: FleetCookieKeys {
             keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
-            current_key_index: KeyIndex::First,
+            current_key_index: CookieKeyIndex::First,
         },
         report_interval: Duration::from_millis(50),
         fleet_rss_key: RssKey::microsoft_verification_key(),
-        server_id: server_id(),
+        server_id: test_server_id(),
         previous_servers: Vec::new(),
         is_draining: false,
         address: None,
@@ -94,7 +94,7 @@ pub fn agent_configuration() -> AgentConfiguration {
 }
 
 pub fn reported_counter(agent: &mut Agent, name: &str) -> u64 {
-    agent.next_report(&SentReportState::default(), &[]).expect("the core load file is there").counters[name]
+    agent.build_next_report(&SentReportState::default(), &[]).expect("the core load file is there").counters[name]
 }
 
 /// Sends an HTTP GET request from the given source port of the client, and returns the body of the response.

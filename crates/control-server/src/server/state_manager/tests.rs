@@ -1,18 +1,20 @@
-use coreward_tls::certificate::Fingerprint;
+use coreward_tls::certificate::CertificateFingerprint;
 
 use super::*;
 use coreward_store::embedded::EmbeddedStore;
 
-fn open_manager(directory: &Path, fleet_text: &str) -> anyhow::Result<StateManager> {
+fn open_manager(directory: &Path, fleet_text: &str) -> anyhow::Result<FleetStateManager> {
     let [path, file, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.join(name));
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {file:?}\n")).unwrap();
     std::fs::write(&file, fleet_text).unwrap();
     let config = ControllerConfig::load(&path).unwrap();
-    StateManager::open(&path, config, RevocationList::default(), || Ok(Store::Embedded(EmbeddedStore::open(&store)?)))
+    FleetStateManager::open(&path, config, RevocationList::default(), || {
+        Ok(FleetStore::Embedded(EmbeddedStore::open(&store)?))
+    })
 }
 
-fn is_fleet_file_rejected(manager: &StateManager) -> bool {
-    manager.counters().is_fleet_file_rejected.load(Ordering::Relaxed)
+fn is_fleet_file_rejected(manager: &FleetStateManager) -> bool {
+    manager.state_counters().is_fleet_file_rejected.load(Ordering::Relaxed)
 }
 
 #[test]
@@ -23,13 +25,13 @@ fn invalid_fleet_file_does_not_prevent_a_restart() {
     assert!(!directory.path().join("store").exists(), "nothing is left behind");
     let mut first_manager = open_manager(directory.path(), "load_ewma_alpha = 0.25\n").unwrap();
     assert!(!is_fleet_file_rejected(&first_manager));
-    assert_eq!(first_manager.counters().warnings(), [""; 0]);
+    assert_eq!(first_manager.state_counters().warnings(), [""; 0]);
     std::fs::write(directory.path().join("fleet.toml"), invalid_fleet_text).unwrap();
     assert!(first_manager.apply_change(RecordChange::Reload, &ChangeAuthor::sighup()).is_err());
     assert!(is_fleet_file_rejected(&first_manager));
-    assert!(first_manager.counters().warnings()[0].starts_with("the fleet's file is wrong"));
-    first_manager.counters().is_writable.store(false, Ordering::Relaxed);
-    assert!(first_manager.counters().warnings()[0].starts_with("the store cannot be written"));
+    assert!(first_manager.state_counters().warnings()[0].starts_with("the fleet's file is wrong"));
+    first_manager.state_counters().is_store_writable.store(false, Ordering::Relaxed);
+    assert!(first_manager.state_counters().warnings()[0].starts_with("the store cannot be written"));
     drop(first_manager);
     let mut second_manager = open_manager(directory.path(), invalid_fleet_text).unwrap();
     assert_eq!(
@@ -52,13 +54,17 @@ fn reload_revokes_certificates_despite_an_invalid_fleet_file() {
     std::fs::write(&path, &config_text).unwrap();
     std::fs::write(&fleet, "load_ewma_alpha = 0.5").unwrap();
     let revoked_certificates = RevocationList::default();
-    let open_store = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-    let mut manager =
-        StateManager::open(&path, ControllerConfig::load(&path).unwrap(), revoked_certificates.clone(), open_store)
-            .unwrap();
+    let open_store = || Ok(FleetStore::Embedded(EmbeddedStore::open(&store)?));
+    let mut manager = FleetStateManager::open(
+        &path,
+        ControllerConfig::load(&path).unwrap(),
+        revoked_certificates.clone(),
+        open_store,
+    )
+    .unwrap();
     let fingerprint = "AB".repeat(32);
     std::fs::write(&path, format!("revoked_certificates = [\"{fingerprint}\"]\n{config_text}")).unwrap();
     std::fs::write(&fleet, "load_ewma_alpha = 7").unwrap();
     assert!(manager.apply_change(RecordChange::Reload, &ChangeAuthor::sighup()).is_err());
-    assert!(revoked_certificates.contains(&fingerprint.parse::<Fingerprint>().unwrap()));
+    assert!(revoked_certificates.contains(&fingerprint.parse::<CertificateFingerprint>().unwrap()));
 }

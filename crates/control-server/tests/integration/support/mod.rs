@@ -7,8 +7,8 @@ use std::time::Duration;
 use coreward_api::Role;
 use coreward_api::types::Status;
 use coreward_control_server::server::ControllerServer;
-use coreward_http::client::Client;
-use coreward_http::tokens::token_path;
+use coreward_http::client::ControllerClient;
+use coreward_http::tokens::token_file_path;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::{FleetChange, FleetConfiguration};
@@ -16,18 +16,18 @@ use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
 /// Time limit of a wait in tests. The awaited events take milliseconds, or the few seconds of an etcd lease.
-pub const TIMEOUT: Duration = Duration::from_secs(30);
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Lock for tests that send SIGHUP, which reaches all controllers in the test process. Tests that restart a controller
 /// also take it, because a reload keeps the store open. So do tests that count generations, which a reload increases.
 pub static SIGHUP_LOCK: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 pub async fn with_timeout<T>(awaited_event: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {awaited_event}"))
+    tokio::time::timeout(TEST_TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {awaited_event}"))
 }
 
 /// Applies an update from a load balancer's stream to `newest_configuration`. Returns whether the update changed it.
-pub fn apply_update(newest_configuration: &mut Option<FleetConfiguration>, update: &Update) -> bool {
+pub fn apply_update_to_configuration(newest_configuration: &mut Option<FleetConfiguration>, update: &Update) -> bool {
     match update {
         Update::Configuration(configuration) => {
             *newest_configuration = Some(FleetConfiguration::decode(configuration.clone()).unwrap().1)
@@ -87,9 +87,9 @@ impl TestDirectory {
         })
         .await;
         let (address, api, state) = (server.address(), server.api_address(), server.election());
-        let metrics = Box::new(move || state.metrics().to_openmetrics());
-        let token_path = token_path(self.temporary_directory.path(), Role::Operator);
-        let client = Client::new(api.into(), &token_path).unwrap();
+        let metrics = Box::new(move || state.metrics_snapshot().to_openmetrics());
+        let token_path = token_file_path(self.temporary_directory.path(), Role::Operator);
+        let client = ControllerClient::new(api.into(), &token_path).unwrap();
         RunningController {
             address,
             api_address: api,
@@ -104,7 +104,7 @@ pub struct RunningController {
     pub address: SocketAddr,
     pub api_address: SocketAddr,
     /// Client of the API with an operator's token.
-    pub client: Client,
+    pub client: ControllerClient,
     /// Returns the controller's metrics in the text format of Prometheus.
     pub metrics_text: Box<dyn Fn() -> String + Send + Sync>,
     server_task: JoinHandle<()>,
@@ -115,11 +115,11 @@ impl RunningController {
         Endpoint::from_shared(format!("http://{}", self.address)).unwrap()
     }
 
-    pub async fn control_client(&self) -> ControlClient<Channel> {
+    pub async fn connect_control_client(&self) -> ControlClient<Channel> {
         ControlClient::connect(self.grpc_endpoint()).await.unwrap()
     }
 
-    pub async fn status(&self) -> Status {
+    pub async fn fetch_status(&self) -> Status {
         self.client.status(false).await.unwrap()
     }
 

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 
-use coreward_dataplane::lb::{BroadcastRateLimits, COUNTER_COUNT, Options, Server, ServiceIndex};
+use coreward_dataplane::lb::{BroadcastRateLimits, COUNTER_COUNT, LoadBalancerOptions, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie, CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::uniform_below;
 use coreward_model::tuple::Protocol;
@@ -26,17 +26,17 @@ pub const XDP_TX: i32 = 3;
 pub const OWN_MAC: MacAddress = MacAddress([0; 6]);
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-pub const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
+pub const CLIENT_ENDPOINT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
 
 pub fn random_client(rng: &mut impl Rng) -> (Ipv4Addr, u16) {
     (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
 }
 
-pub fn tuple_to_vip(client: (Ipv4Addr, u16)) -> FourTuple {
+pub fn four_tuple_to_vip(client: (Ipv4Addr, u16)) -> FourTuple {
     FourTuple::ipv4(client, VIP)
 }
 
-pub fn id(number: u64) -> ServerId {
+pub fn server_id_from_number(number: u64) -> ServerId {
     ServerId::try_from(number).unwrap()
 }
 
@@ -53,14 +53,14 @@ pub enum ExpectedIdentification {
 }
 
 /// Returns `frame` with this IP identification and a correct header checksum, or with this IPv6 flow label.
-fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
+fn frame_with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
     let mut changed_frame = frame.to_vec();
     if super::is_ipv6(&changed_frame) {
         changed_frame[15] &= 0xf0;
         changed_frame[16..18].copy_from_slice(&identification.to_be_bytes());
         return changed_frame;
     }
-    let ip_header_range = 14..super::tcp_offset(&changed_frame);
+    let ip_header_range = 14..super::tcp_header_offset(&changed_frame);
     changed_frame[18..20].copy_from_slice(&identification.to_be_bytes());
     changed_frame[24..26].fill(0);
     let checksum = !super::ones_complement_sum(&changed_frame[ip_header_range]);
@@ -76,12 +76,12 @@ pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<Serv
 
 /// Returns `options` with a fixed connection hash key unless it has one. With random keys, each run of a test would
 /// have other hash collisions.
-fn with_fixed_connection_key(options: Options) -> Options {
+fn with_fixed_connection_key(options: LoadBalancerOptions) -> LoadBalancerOptions {
     let fixed_key = CookieKey { k0: 0x5d3c_91ab, k1: 0x0f1e_77c9 };
-    Options { connection_hash_key: options.connection_hash_key.or(Some(fixed_key)), ..options }
+    LoadBalancerOptions { connection_hash_key: options.connection_hash_key.or(Some(fixed_key)), ..options }
 }
 
-pub struct Balancer {
+pub struct TestBalancer {
     pub lb: ModelCheckedLb,
     pub service_indexes: Vec<ServiceIndex>,
     pub fleet_keys: FleetCookieKeys,
@@ -92,16 +92,20 @@ pub struct Balancer {
     pub newest_table: Option<PlacementTable>,
 }
 
-impl Balancer {
+impl TestBalancer {
     /// Returns a balancer with a TCP service in the default mode at each of `vips`.
     pub fn new(vips: &[(Ipv4Addr, u16)], rng: &mut impl Rng) -> Self {
         let services: Vec<_> = vips.iter().map(|vip| (service_address(*vip), ServiceSettings::default())).collect();
-        Self::with_model(&services, Options::default(), rng)
+        Self::with_model(&services, LoadBalancerOptions::default(), rng)
     }
 
     /// Returns a balancer whose results are compared with those of the reference model. Panics when `options` limits
     /// broadcasts.
-    pub fn with_model(services: &[(ServiceAddress, ServiceSettings)], options: Options, rng: &mut impl Rng) -> Self {
+    pub fn with_model(
+        services: &[(ServiceAddress, ServiceSettings)],
+        options: LoadBalancerOptions,
+        rng: &mut impl Rng,
+    ) -> Self {
         assert_eq!(
             options.broadcast_limits,
             BroadcastRateLimits::DEFAULT_BROADCAST_LIMITS,
@@ -116,7 +120,11 @@ impl Balancer {
 
     /// Returns a balancer whose results are not compared with those of a model, so that broadcast limits may depend on
     /// time.
-    pub fn without_model(services: &[(ServiceAddress, ServiceSettings)], options: Options, rng: &mut impl Rng) -> Self {
+    pub fn without_model(
+        services: &[(ServiceAddress, ServiceSettings)],
+        options: LoadBalancerOptions,
+        rng: &mut impl Rng,
+    ) -> Self {
         Self::with_loaded_lb(
             ModelCheckedLb::load_without_model(with_fixed_connection_key(options), OWN_MAC),
             services,
@@ -131,7 +139,7 @@ impl Balancer {
     ) -> Self {
         let service_indexes = lb.set_services(services).unwrap();
         let zero_key = CookieKey { k0: 0, k1: 0 };
-        let fleet_keys = FleetCookieKeys { keys: [zero_key; 2], current_key_index: KeyIndex::First };
+        let fleet_keys = FleetCookieKeys { keys: [zero_key; 2], current_key_index: CookieKeyIndex::First };
         let mut balancer = Self {
             lb,
             service_indexes,
@@ -145,14 +153,15 @@ impl Balancer {
     }
 
     pub fn set_random_keys(&mut self, rng: &mut impl Rng) {
-        let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        self.fleet_keys = FleetCookieKeys { keys: [random_key(), random_key()], current_key_index: KeyIndex::First };
-        self.lb.set_keys(&self.fleet_keys);
+        let mut draw_random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
+        self.fleet_keys =
+            FleetCookieKeys { keys: [draw_random_key(), draw_random_key()], current_key_index: CookieKeyIndex::First };
+        self.lb.set_cookie_keys(&self.fleet_keys);
     }
 
     /// Returns a TSval with the server's id as its cookie, stamped with one of the two keys at random.
     pub fn stamp_by_random_key(&self, tuple: &FourTuple, server: ServerId, rng: &mut impl Rng) -> u32 {
-        let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let current = if rng.next_u32() & 1 == 0 { CookieKeyIndex::First } else { CookieKeyIndex::Second };
         let keys = FleetCookieKeys { current_key_index: current, ..self.fleet_keys };
         cookie::stamp_tsval(&keys, &FOREIGN_TIME_KEY, tuple, Cookie::Server(server), rng.next_u32())
     }
@@ -165,7 +174,7 @@ impl Balancer {
         }
         let mut server_ids: Vec<ServerId> = Vec::new();
         while server_ids.len() < count {
-            let random_id = id(u64::from(uniform_below(rng, intf::SERVER_ID_COUNT)));
+            let random_id = server_id_from_number(u64::from(uniform_below(rng, intf::SERVER_ID_COUNT)));
             if self.server_macs.contains_key(&(service_position, random_id)) {
                 continue;
             }
@@ -189,28 +198,29 @@ impl Balancer {
         self.newest_table = Some(table.clone());
     }
 
-    pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>) {
-        let (xdp_action, packet, _) = self.lb.run(frame);
+    pub fn run_frame(&self, frame: &[u8]) -> (i32, Vec<u8>) {
+        let (xdp_action, packet, _) = self.lb.run_frame(frame);
         (xdp_action, packet)
     }
 
     /// Runs the program on `frame`, which must be forwarded. Returns the MAC address to which it is sent.
     pub fn forward_frame(&self, frame: &[u8]) -> MacAddress {
-        let (xdp_action, packet) = self.run(frame);
+        let (xdp_action, packet) = self.run_frame(frame);
         assert_eq!(xdp_action, XDP_TX);
         MacAddress(packet[..6].try_into().unwrap())
     }
 
-    fn packet_counts(&self, service_position: Option<usize>) -> [u64; COUNTER_COUNT] {
+    fn packet_counts_by_outcome(&self, service_position: Option<usize>) -> [u64; COUNTER_COUNT] {
         match service_position {
             Some(service) => self.lb.service_counters(self.service_indexes[service]).packets_by_outcome,
-            None => self.lb.counters_without_service().packets_by_outcome,
+            None => self.lb.no_service_packet_counters().packets_by_outcome,
         }
     }
 
     /// Returns all packet counters, each with its service index (`None` for packets without a service), name and value.
-    fn all_packet_counts(&self) -> Vec<(Option<usize>, &'static str, u64)> {
-        let counts_of_service = |service| self.packet_counts(service).into_iter().zip(intf::LB_COUNTER_NAMES);
+    fn packet_counts_by_service(&self) -> Vec<(Option<usize>, &'static str, u64)> {
+        let counts_of_service =
+            |service| self.packet_counts_by_outcome(service).into_iter().zip(intf::LB_COUNTER_NAMES);
         let service_positions_and_none = (0..self.service_indexes.len()).map(Some).chain([None]);
         service_positions_and_none
             .flat_map(|service| counts_of_service(service).map(move |(count, name)| (service, name, count)))
@@ -225,9 +235,9 @@ impl Balancer {
         service_position: Option<usize>,
         counter_name: &str,
     ) -> (i32, Vec<u8>) {
-        let counts_before = self.all_packet_counts();
-        let (xdp_action, packet, outcome) = self.lb.run(frame);
-        let counts_after = self.all_packet_counts();
+        let counts_before = self.packet_counts_by_service();
+        let (xdp_action, packet, outcome) = self.lb.run_frame(frame);
+        let counts_after = self.packet_counts_by_service();
         let increased_counters: Vec<_> = std::iter::zip(counts_before, counts_after)
             .filter(|(before, after)| before != after)
             .map(|(before, after)| (after.0, after.1, after.2 - before.2))
@@ -296,9 +306,9 @@ impl Balancer {
         identification: ExpectedIdentification,
         drop_counter: &str,
     ) {
-        let counts_before = self.packet_counts(Some(service_position));
-        let (xdp_action, packet) = self.run(frame);
-        let counts_after = self.packet_counts(Some(service_position));
+        let counts_before = self.packet_counts_by_outcome(Some(service_position));
+        let (xdp_action, packet) = self.run_frame(frame);
+        let counts_after = self.packet_counts_by_outcome(Some(service_position));
         let expected_counter = if xdp_action == XDP_TX { "broadcast" } else { drop_counter };
         let increased_counters = std::iter::zip(counts_before, counts_after)
             .zip(intf::LB_COUNTER_NAMES)
@@ -327,15 +337,15 @@ fn assert_sent_packet(
     assert_eq!(xdp_action, XDP_TX);
     let mut expected_packet = match identification {
         ExpectedIdentification::Unchanged => frame.to_vec(),
-        ExpectedIdentification::PreviousServer(None) => with_identification(frame, intf::NO_SERVER as u16),
-        ExpectedIdentification::PreviousServer(Some(server)) => with_identification(frame, server.get()),
+        ExpectedIdentification::PreviousServer(None) => frame_with_identification(frame, intf::NO_SERVER as u16),
+        ExpectedIdentification::PreviousServer(Some(server)) => frame_with_identification(frame, server.get()),
     };
     expected_packet[..6].copy_from_slice(&destination.0);
     expected_packet[6..12].copy_from_slice(&OWN_MAC.0);
     assert_eq!(packet, expected_packet);
 }
 
-pub fn random_table(
+pub fn random_placement_table(
     rule: PlacementRule,
     generation: u64,
     group_count: usize,

@@ -8,17 +8,17 @@ use std::ops::Deref;
 use std::time::Duration;
 
 use coreward_dataplane::lb::{
-    self, BroadcastRateLimits, LbStampingClock, LoadBalancer, Options, OuterSourceAddresses, PacketRate, Server,
-    ServiceIndex,
+    self, BroadcastRateLimits, LbStampingClock, LoadBalancer, LoadBalancerOptions, OuterSourceAddresses,
+    PacketRateLimit, Server, ServiceIndex,
 };
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    ClockTicks, Connection, ConnectionTimeouts, ExpiryReason, TableOwnerNumber, max_entries_per_source_prefix,
+    ClockTicks, Connection, ConnectionExpiryReason, ConnectionTimeouts, TableOwnerNumber, max_entries_per_source_prefix,
 };
 use coreward_model::consistency::ServiceSettings;
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, CookieKeyIndex, FleetCookieKeys};
 use coreward_model::lb as model;
 use coreward_model::placement::PlacementTable;
 use coreward_model::vlan::Vlan;
@@ -28,7 +28,7 @@ const NANOSECONDS_PER_SECOND: u64 = 1_000_000_000;
 const ZERO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
 
 /// Broadcast rate that no test exceeds. As the model has another clock, it would drop other packets than the program.
-const UNLIMITED_RATE: PacketRate = PacketRate { packets_per_second: 1, burst_packets: u32::MAX };
+const UNLIMITED_RATE: PacketRateLimit = PacketRateLimit { packets_per_second: 1, burst_packets: u32::MAX };
 
 /// BPF load balancer and its reference model, whose results are compared. Reads go to the program, changes to both. A
 /// change that the model does not support ends the comparison.
@@ -47,8 +47,8 @@ impl Deref for ModelCheckedLb {
     }
 }
 
-fn model_with_options(lb: &LoadBalancer, options: &Options, own_mac: MacAddress) -> model::LoadBalancer {
-    let unlimited_rate = model::TokenRate {
+fn model_with_options(lb: &LoadBalancer, options: &LoadBalancerOptions, own_mac: MacAddress) -> model::LoadBalancer {
+    let unlimited_rate = model::TokenBucketRate {
         interval_ns: NANOSECONDS_PER_SECOND,
         burst_ns: NANOSECONDS_PER_SECOND * u64::from(UNLIMITED_RATE.burst_packets - 1),
     };
@@ -61,36 +61,36 @@ fn model_with_options(lb: &LoadBalancer, options: &Options, own_mac: MacAddress)
         connection_table_size: lb.connection_table_size(),
         counts_traffic: false,
         outer_header: model_outer_header(unspecified_sources, 0),
-        vlans: model::Vlans { is_tagging_enabled: lb.uses_vlans(), vip_vlan: options.vip_vlan },
+        vlans: model::LoadBalancerVlans { is_tagging_enabled: lb.uses_vlans(), vip_vlan: options.vip_vlan },
     };
-    let zero_keys = FleetCookieKeys { keys: [ZERO_KEY; 2], current_key_index: KeyIndex::First };
+    let zero_keys = FleetCookieKeys { keys: [ZERO_KEY; 2], current_key_index: CookieKeyIndex::First };
     let mut model = model::LoadBalancer::new(lb_settings, own_mac.0, zero_keys);
     model.set_connection_key(lb.connection_hash_key());
     model
 }
 
-fn model_outer_header(sources: OuterSourceAddresses, mtu: u32) -> model::OuterHeader {
-    model::OuterHeader { source_ipv4: sources.ipv4, source_ipv6: sources.ipv6, mtu_bytes: mtu as usize }
+fn model_outer_header(sources: OuterSourceAddresses, mtu: u32) -> model::OuterHeaderFields {
+    model::OuterHeaderFields { source_ipv4: sources.ipv4, source_ipv6: sources.ipv6, mtu_bytes: mtu as usize }
 }
 
-fn slot_index(service: ServiceIndex) -> usize {
+fn service_slot_index(service: ServiceIndex) -> usize {
     service.as_u16().into()
 }
 
 impl ModelCheckedLb {
     /// Loads the program and its model, with unlimited broadcasts.
-    pub fn load_with_model(options: Options, own_mac: MacAddress) -> Self {
+    pub fn load_with_model(options: LoadBalancerOptions, own_mac: MacAddress) -> Self {
         let broadcast_limits =
             [BroadcastRateLimits::with_equal_rates(UNLIMITED_RATE); intf::LIMITED_KIND_COUNT as usize];
         let lb_stamping_clock = LbStampingClock::DaemonTicks;
-        let options = Options { broadcast_limits, lb_stamping_clock, ..options };
+        let options = LoadBalancerOptions { broadcast_limits, lb_stamping_clock, ..options };
         let mut checked_lb = Self::load_without_model(options.clone(), own_mac);
         checked_lb.model = Some(RefCell::new(model_with_options(&checked_lb.tested_lb, &options, own_mac)));
         checked_lb
     }
 
     /// Loads the program without a model, with the broadcast rates of `options`.
-    pub fn load_without_model(options: Options, own_mac: MacAddress) -> Self {
+    pub fn load_without_model(options: LoadBalancerOptions, own_mac: MacAddress) -> Self {
         let vip_vlan = options.vip_vlan;
         let mut tested_lb = LoadBalancer::load(options).unwrap();
         tested_lb.set_own_mac(own_mac);
@@ -105,8 +105,9 @@ impl ModelCheckedLb {
 
     /// Runs the program and the model on `frame`, and asserts that they agree. Returns the verdict, the packet and the
     /// model's outcome.
-    pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>, Option<model::Outcome>) {
-        let test_run::RunOutcome { verdict, packet, .. } = test_run::run(self.tested_lb.program(), frame, 1).unwrap();
+    pub fn run_frame(&self, frame: &[u8]) -> (i32, Vec<u8>, Option<model::FrameOutcome>) {
+        let test_run::TestRunOutcome { verdict, packet, .. } =
+            test_run::run_program(self.tested_lb.program_fd(), frame, 1).unwrap();
         let Some(model) = &self.model else { return (verdict, packet, None) };
         self.now_ns.set(self.now_ns.get() + 1);
         let mut model_frame = frame.to_vec();
@@ -121,9 +122,9 @@ impl ModelCheckedLb {
         (verdict, packet, Some(model_outcome))
     }
 
-    pub fn set_keys(&mut self, keys: &FleetCookieKeys) {
+    pub fn set_cookie_keys(&mut self, keys: &FleetCookieKeys) {
         self.tested_lb.set_cookie_keys(keys);
-        self.change_model(|model| model.set_keys(*keys));
+        self.change_model(|model| model.set_cookie_keys(*keys));
     }
 
     pub fn set_services(
@@ -131,35 +132,35 @@ impl ModelCheckedLb {
         services: &[(ServiceAddress, ServiceSettings)],
     ) -> anyhow::Result<Vec<ServiceIndex>> {
         let service_indexes = self.tested_lb.set_services(services)?;
-        let slot_indexes: Vec<usize> = service_indexes.iter().map(|index| slot_index(*index)).collect();
+        let slot_indexes: Vec<usize> = service_indexes.iter().map(|index| service_slot_index(*index)).collect();
         self.change_model(|model| assert_eq!(model.set_services(services), slot_indexes, "the services' slots"));
         Ok(service_indexes)
     }
 
     pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
         self.tested_lb.set_time_key(service, key);
-        self.change_model(|model| model.set_time_key(slot_index(service), key));
+        self.change_model(|model| model.set_time_key(service_slot_index(service), key));
     }
 
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         self.tested_lb.set_server(service, id, server);
-        let model_server = model::Server { mac: server.mac.map(|mac| mac.0), is_eligible: server.is_eligible };
-        self.change_model(|model| model.set_server(slot_index(service), id, Some(model_server)));
+        let model_server = model::ServerMapEntry { mac: server.mac.map(|mac| mac.0), is_eligible: server.is_eligible };
+        self.change_model(|model| model.set_server(service_slot_index(service), id, Some(model_server)));
     }
 
     pub fn remove_server(&mut self, service: ServiceIndex, id: ServerId) {
         self.tested_lb.remove_server(service, id);
-        self.change_model(|model| model.set_server(slot_index(service), id, None));
+        self.change_model(|model| model.set_server(service_slot_index(service), id, None));
     }
 
-    pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
-        self.tested_lb.set_masked(service, id, is_masked);
-        self.change_model(|model| model.set_server_locally_down(slot_index(service), id, is_masked));
+    pub fn set_server_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
+        self.tested_lb.set_server_masked(service, id, is_masked);
+        self.change_model(|model| model.set_server_locally_down(service_slot_index(service), id, is_masked));
     }
 
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         self.tested_lb.install_table(service, table)?;
-        self.change_model(|model| model.install_table(slot_index(service), table.clone()));
+        self.change_model(|model| model.install_table(service_slot_index(service), table.clone()));
         Ok(())
     }
 
@@ -168,16 +169,17 @@ impl ModelCheckedLb {
         self.change_model(|model| model.set_outer_header(model_outer_header(sources, mtu)));
     }
 
-    pub fn set_tunnel(&mut self, id: ServerId, tunnel: lb::Tunnel) -> anyhow::Result<()> {
-        let lb::Tunnel { destination_address: address, source_port } = tunnel;
-        self.tested_lb.set_tunnel(id, tunnel)?;
+    pub fn set_server_tunnel(&mut self, id: ServerId, tunnel: lb::ServerTunnel) -> anyhow::Result<()> {
+        let lb::ServerTunnel { destination_address: address, source_port } = tunnel;
+        self.tested_lb.set_server_tunnel(id, tunnel)?;
         self.change_model(|model| model.set_tunnel_endpoint(id, model::TunnelEndpoint { address, source_port }));
         Ok(())
     }
 
     pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
         self.tested_lb.enable_server_vlans(vlans)?;
-        let model_vlans = model::Vlans { is_tagging_enabled: self.tested_lb.uses_vlans(), vip_vlan: self.vip_vlan };
+        let model_vlans =
+            model::LoadBalancerVlans { is_tagging_enabled: self.tested_lb.uses_vlans(), vip_vlan: self.vip_vlan };
         self.change_model(|model| model.set_vlans(model_vlans));
         Ok(())
     }
@@ -189,7 +191,7 @@ impl ModelCheckedLb {
 
     pub fn set_broadcast_vlan(&mut self, service: ServiceIndex, vlan: Option<Vlan>) {
         self.tested_lb.set_broadcast_vlan(service, vlan);
-        self.change_model(|model| model.set_broadcast_vlan(slot_index(service), vlan));
+        self.change_model(|model| model.set_broadcast_vlan(service_slot_index(service), vlan));
     }
 
     pub fn set_owner_number(&mut self, owner: Option<TableOwnerNumber>) {
@@ -199,17 +201,18 @@ impl ModelCheckedLb {
 
     pub fn set_owner_mac(&mut self, owner: TableOwnerNumber, mac: Option<MacAddress>) {
         self.tested_lb.set_owner_mac(owner, mac);
-        let model_owner = mac.map_or(model::TableOwner::Lost, |mac| model::TableOwner::Reachable(mac.0));
+        let model_owner =
+            mac.map_or(model::TableOwnerReachability::Lost, |mac| model::TableOwnerReachability::Reachable(mac.0));
         self.change_model(|model| model.set_other_owner(owner, model_owner));
     }
 
     pub fn remove_owner(&mut self, owner: TableOwnerNumber) {
         self.tested_lb.remove_owner(owner);
-        self.change_model(|model| model.set_other_owner(owner, model::TableOwner::Unknown));
+        self.change_model(|model| model.set_other_owner(owner, model::TableOwnerReachability::Unknown));
     }
 
-    pub fn tick(&mut self, monotonic_time: Duration) {
-        self.tested_lb.tick(monotonic_time);
+    pub fn tick_packet_clock(&mut self, monotonic_time: Duration) {
+        self.tested_lb.tick_packet_clock(monotonic_time);
         self.change_model(|model| model.set_clock(ClockTicks::from_monotonic_time(monotonic_time)));
     }
 
@@ -217,7 +220,7 @@ impl ModelCheckedLb {
         &mut self,
         timeouts: &ConnectionTimeouts,
         entries_to_scan: u32,
-    ) -> Vec<(Connection, ExpiryReason)> {
+    ) -> Vec<(Connection, ConnectionExpiryReason)> {
         self.change_model(model::LoadBalancer::record_sweep);
         self.tested_lb.scan_expired_connections(timeouts, entries_to_scan)
     }
@@ -248,7 +251,8 @@ impl ModelCheckedLb {
         Ok(())
     }
 
-    /// Ends the comparison with the model, for tests whose packets do not all pass through [`run`](Self::run).
+    /// Ends the comparison with the model, for tests whose packets do not all pass through
+    /// [`run_frame`](Self::run_frame).
     pub fn drop_model(&mut self) {
         self.model = None;
     }

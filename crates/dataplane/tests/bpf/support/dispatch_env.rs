@@ -8,7 +8,9 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, DispatchPrograms, Options, Policy, Timeouts, WorkerCounts};
+use coreward_dataplane::dispatch::{
+    self, DispatchOptions, DispatchPolicy, DispatchPrograms, RequestTimeouts, WorkerRequestCounts,
+};
 use nix::sched::{CloneFlags, unshare};
 use parking_lot::Mutex;
 use socket2::{Domain, Protocol, Socket, Type};
@@ -36,8 +38,8 @@ pub fn run_in_another_namespace(action: impl FnOnce() + Send) {
     });
 }
 
-pub fn dispatch_options(policy: Policy) -> Options {
-    Options {
+pub fn dispatch_options(policy: DispatchPolicy) -> DispatchOptions {
+    DispatchOptions {
         service_address: SERVICE_ADDRESS,
         policy,
         request_id_position: None,
@@ -56,9 +58,9 @@ pub fn open_worker_socket(service: SocketAddr) -> UdpSocket {
     socket.into()
 }
 
-pub struct TemporaryPins(pub PathBuf);
+pub struct TemporaryPinDirectory(pub PathBuf);
 
-impl TemporaryPins {
+impl TemporaryPinDirectory {
     pub fn new() -> Self {
         static NEXT_DIRECTORY_NUMBER: AtomicU32 = AtomicU32::new(0);
         let directory_number = NEXT_DIRECTORY_NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -66,7 +68,7 @@ impl TemporaryPins {
     }
 }
 
-impl Drop for TemporaryPins {
+impl Drop for TemporaryPinDirectory {
     fn drop(&mut self) {
         dispatch::remove_pins_and_programs(&self.0).unwrap();
     }
@@ -74,10 +76,10 @@ impl Drop for TemporaryPins {
 
 /// Service with dispatched requests. Its workers read and respond when the test calls
 /// [`read_requests`](Self::read_requests) and [`send_response`](Self::send_response).
-pub struct TestEnv {
+pub struct DispatchTestEnv {
     pub dispatch: DispatchPrograms,
     pub worker_sockets: BTreeMap<u32, UdpSocket>,
-    pub pins: TemporaryPins,
+    pub pins: TemporaryPinDirectory,
     virtual_time: Duration,
 }
 
@@ -88,9 +90,9 @@ pub struct ReceivedDatagram {
     pub payload: Vec<u8>,
 }
 
-impl TestEnv {
-    pub fn new(worker_count: usize, options: &Options) -> Self {
-        let pins = TemporaryPins::new();
+impl DispatchTestEnv {
+    pub fn new(worker_count: usize, options: &DispatchOptions) -> Self {
+        let pins = TemporaryPinDirectory::new();
         let dispatch = DispatchPrograms::load(&pins.0, &dispatch::cgroup2_mount_point().unwrap(), options).unwrap();
         let mut env = Self { dispatch, worker_sockets: BTreeMap::new(), pins, virtual_time: Duration::ZERO };
         (0..worker_count).for_each(|_| _ = env.add_worker());
@@ -98,7 +100,7 @@ impl TestEnv {
     }
 
     pub fn add_worker(&mut self) -> u32 {
-        let socket = open_worker_socket(self.dispatch.ledger().service_and_policy().0);
+        let socket = open_worker_socket(self.dispatch.ledger().service_address_and_policy_name().0);
         let slot = self.dispatch.add_worker(socket.as_fd(), std::process::id()).unwrap();
         self.dispatch.attach_to_socket_group(socket.as_fd()).unwrap();
         self.worker_sockets.insert(slot, socket);
@@ -153,12 +155,12 @@ impl TestEnv {
 
     /// Advances the virtual time by 100 ms, and then runs the periodic maintenance once. Returns whether it has found a
     /// dead worker.
-    pub fn poll(&mut self, timeouts: &Timeouts) -> bool {
-        self.virtual_time += dispatch::POLL_INTERVAL;
+    pub fn poll_dispatcher(&mut self, timeouts: &RequestTimeouts) -> bool {
+        self.virtual_time += dispatch::QUEUE_POLL_INTERVAL;
         self.dispatch.maintain_service(self.virtual_time, timeouts).unwrap()
     }
 
-    pub fn worker_counts(&self, slot: u32) -> WorkerCounts {
+    pub fn worker_counts(&self, slot: u32) -> WorkerRequestCounts {
         let workers = self.dispatch.ledger().worker_counts();
         workers.into_iter().find(|worker| worker.socket_slot == slot).unwrap()
     }
@@ -167,12 +169,12 @@ impl TestEnv {
         self.dispatch.ledger().worker_counts().iter().map(|worker| worker.outstanding_requests).collect()
     }
 
-    pub fn counter(&self, counter: coreward_intf::dispatch_counter) -> u64 {
-        self.dispatch.ledger().counters()[counter as usize]
+    pub fn counter(&self, counter_value: coreward_intf::dispatch_counter) -> u64 {
+        self.dispatch.ledger().counters()[counter_value as usize]
     }
 }
 
-pub fn client_socket() -> UdpSocket {
+pub fn open_client_socket() -> UdpSocket {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     socket.connect(SERVICE_ADDRESS).unwrap();
     socket.set_nonblocking(true).unwrap();

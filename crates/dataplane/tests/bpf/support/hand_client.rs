@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 
-use super::network::SERVER;
-use super::server_env::{SERVER_IPV6, Sniffer, TIMEOUT, TestEnv, tcp_flags, vip_address};
+use super::network::SERVER_IPV4;
+use super::server_env::{PacketSniffer, SERVER_IPV6, SOCKET_TIMEOUT, ServerTestEnv, read_tcp_flags, vip_address};
 use super::{
-    ACK, Family, SYN, TcpPacket, aligned_timestamp_option, is_ipv6, ones_complement_sum, read_u32, tcp_offset,
-    tsval_offset,
+    ACK, AddressFamily, SYN, TcpPacket, aligned_timestamp_option, is_ipv6, ones_complement_sum, read_u32,
+    tcp_header_offset, tsval_offset,
 };
 
 /// IPv4 address of the simulated client. The kernel of the client's host does not have the address, so it sends no RST
@@ -19,24 +19,24 @@ const CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
 const CLIENT_ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 
 pub struct RawTcpClient<'env> {
-    env: &'env TestEnv,
-    sniffer: Sniffer,
+    env: &'env ServerTestEnv,
+    sniffer: PacketSniffer,
     server_mac: MacAddress,
-    pub port: u16,
+    pub client_port: u16,
     has_timestamps: bool,
-    next_sequence: u32,
-    next_acknowledgement: u32,
+    next_sequence_number: u32,
+    next_acknowledgement_number: u32,
     /// TSval of the server's newest packet, which the client returns as TSecr.
     pub server_tsval: u32,
     own_tsval: u32,
 }
 
 impl<'env> RawTcpClient<'env> {
-    pub fn new(env: &'env TestEnv, port: u16, has_timestamps: bool) -> Self {
+    pub fn new(env: &'env ServerTestEnv, client_port: u16, has_timestamps: bool) -> Self {
         let mac_of_host =
-            |host: &super::network::NamespaceHost| host.run_inside(|| super::network::mac_address("eth0"));
+            |host: &super::network::NamespaceHost| host.run_in_namespace(|| super::network::interface_mac("eth0"));
         for (address, length, server) in [
-            (IpAddr::from(CLIENT_ADDRESS), 32, IpAddr::from(SERVER)),
+            (IpAddr::from(CLIENT_ADDRESS), 32, IpAddr::from(SERVER_IPV4)),
             (CLIENT_ADDRESS_IPV6.into(), 128, SERVER_IPV6.into()),
         ] {
             env.veth_pair.server.run_ip_command(&format!(
@@ -47,12 +47,12 @@ impl<'env> RawTcpClient<'env> {
         }
         Self {
             env,
-            sniffer: Sniffer::new(env),
+            sniffer: PacketSniffer::new(env),
             server_mac: mac_of_host(&env.veth_pair.server),
-            port,
+            client_port,
             has_timestamps,
-            next_sequence: 1000,
-            next_acknowledgement: 0,
+            next_sequence_number: 1000,
+            next_acknowledgement_number: 0,
             server_tsval: 0,
             own_tsval: 1,
         }
@@ -60,14 +60,14 @@ impl<'env> RawTcpClient<'env> {
 
     pub fn address(&self) -> SocketAddr {
         let address = match self.env.family {
-            Family::Ipv4 => IpAddr::from(CLIENT_ADDRESS),
-            Family::Ipv6 => CLIENT_ADDRESS_IPV6.into(),
+            AddressFamily::Ipv4 => IpAddr::from(CLIENT_ADDRESS),
+            AddressFamily::Ipv6 => CLIENT_ADDRESS_IPV6.into(),
         };
-        (address, self.port).into()
+        (address, self.client_port).into()
     }
 
     /// Returns the frame that the client would send next. Without timestamps, `tsecr` is ignored.
-    pub fn next_frame(&self, flags: u8, tsecr: u32, payload: &[u8]) -> Vec<u8> {
+    pub fn build_next_frame(&self, flags: u8, tsecr: u32, payload: &[u8]) -> Vec<u8> {
         let mut packet = TcpPacket::between(self.address(), vip_address(self.env.family));
         packet.destination_mac = self.server_mac.0;
         packet.flags = flags;
@@ -75,17 +75,17 @@ impl<'env> RawTcpClient<'env> {
         if self.has_timestamps {
             packet.tcp_options = aligned_timestamp_option(self.own_tsval, tsecr);
         }
-        packet.frame_with_sequence(self.next_sequence, self.next_acknowledgement)
+        packet.to_frame_with_sequence(self.next_sequence_number, self.next_acknowledgement_number)
     }
 
-    pub fn send(&mut self, frame: &[u8]) {
+    pub fn send_frame(&mut self, frame: &[u8]) {
         self.own_tsval += 1;
         self.sniffer.send_frame(self.env, frame);
     }
 
     /// Waits for a packet from the server. Returns all packets that arrive until the server is silent for 50 ms.
     fn wait_for_replies(&mut self) -> Vec<Vec<u8>> {
-        let deadline = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + SOCKET_TIMEOUT;
         loop {
             let frames = self.receive_replies();
             if !frames.is_empty() {
@@ -127,38 +127,38 @@ impl<'env> RawTcpClient<'env> {
     }
 
     fn is_for_this_client(&self, frame: &[u8]) -> bool {
-        let tcp_start = tcp_offset(frame);
+        let tcp_start = tcp_header_offset(frame);
         let is_for_address = if is_ipv6(frame) {
             frame[38..54] == CLIENT_ADDRESS_IPV6.octets()
         } else {
             frame[30..34] == CLIENT_ADDRESS.octets()
         };
-        is_for_address && frame[tcp_start + 2..tcp_start + 4] == self.port.to_be_bytes()
+        is_for_address && frame[tcp_start + 2..tcp_start + 4] == self.client_port.to_be_bytes()
     }
 
     pub fn open_connection(&mut self, tsecr: u32) -> Vec<u8> {
-        let syn = self.next_frame(SYN, tsecr, b"");
-        self.send(&syn);
+        let syn = self.build_next_frame(SYN, tsecr, b"");
+        self.send_frame(&syn);
         let syn_ack = self.wait_for_replies().pop().expect("not empty");
-        assert_eq!(tcp_flags(&syn_ack), SYN | ACK);
-        self.next_sequence += 1;
-        self.next_acknowledgement = read_u32(&syn_ack, tcp_offset(&syn_ack) + 4).wrapping_add(1);
+        assert_eq!(read_tcp_flags(&syn_ack), SYN | ACK);
+        self.next_sequence_number += 1;
+        self.next_acknowledgement_number = read_u32(&syn_ack, tcp_header_offset(&syn_ack) + 4).wrapping_add(1);
         syn_ack
     }
 
     pub fn send_final_ack(&mut self) {
-        let ack_frame = self.next_frame(ACK, self.server_tsval, b"");
-        self.send(&ack_frame);
+        let ack_frame = self.build_next_frame(ACK, self.server_tsval, b"");
+        self.send_frame(&ack_frame);
     }
 
     /// Sends `payload` in a packet to which `change` is applied. Returns the packets that the server sends in reply.
     pub fn send_payload(&mut self, payload: &[u8], change: impl FnOnce(&mut Vec<u8>)) -> Vec<Vec<u8>> {
-        let mut frame = self.next_frame(ACK, self.server_tsval, payload);
+        let mut frame = self.build_next_frame(ACK, self.server_tsval, payload);
         change(&mut frame);
-        self.send(&frame);
+        self.send_frame(&frame);
         let replies = self.wait_for_replies();
-        if replies.iter().any(|answer| read_u32(answer, tcp_offset(answer) + 8) != self.next_sequence) {
-            self.next_sequence += payload.len() as u32;
+        if replies.iter().any(|answer| read_u32(answer, tcp_header_offset(answer) + 8) != self.next_sequence_number) {
+            self.next_sequence_number += payload.len() as u32;
         }
         replies
     }
@@ -184,6 +184,6 @@ pub fn set_broadcast_mac(frame: &mut [u8]) {
 
 /// Returns the TSecr of a SYN by which a load balancer passes the connection table index `index` (owner and slot) to a
 /// server.
-pub fn tsecr_with_index(index: u16) -> u32 {
+pub fn tsecr_with_table_index(index: u16) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(index)
 }

@@ -33,15 +33,15 @@ pub fn tsval_clock_ms() -> u32 {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
+pub enum AddressFamily {
     Ipv4,
     Ipv6,
 }
 
-impl Family {
+impl AddressFamily {
     pub const BOTH: [Self; 2] = [Self::Ipv4, Self::Ipv6];
 
-    pub fn of(frame: &[u8]) -> Self {
+    pub fn from_frame(frame: &[u8]) -> Self {
         if is_ipv6(frame) { Self::Ipv6 } else { Self::Ipv4 }
     }
 }
@@ -96,19 +96,19 @@ impl TcpPacket {
     }
 
     /// Returns the packet as a frame, with correct lengths and checksums.
-    pub fn frame(&self) -> Vec<u8> {
-        self.frame_with_sequence(0x0102_0304, 0x0506_0708)
+    pub fn to_frame(&self) -> Vec<u8> {
+        self.to_frame_with_sequence(0x0102_0304, 0x0506_0708)
     }
 
-    pub fn frame_with_sequence(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
-        let ipv4_frame = self.ipv4_frame(sequence, acknowledgement);
+    pub fn to_frame_with_sequence(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
+        let ipv4_frame = self.to_ipv4_frame(sequence, acknowledgement);
         let Some(addresses) = self.ipv6_addresses else { return ipv4_frame };
         let mut frame = with_ipv6_header(&ipv4_frame, addresses, &self.extension_headers);
         frame[..6].copy_from_slice(&self.destination_mac);
         frame
     }
 
-    fn ipv4_frame(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
+    fn to_ipv4_frame(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
         let pad_to_words = |bytes: &[u8]| {
             let mut bytes = bytes.to_vec();
             bytes.resize(bytes.len().next_multiple_of(4), 0);
@@ -154,7 +154,7 @@ pub struct UdpDatagram {
     pub payload: Vec<u8>,
 }
 
-pub const MORE_FRAGMENTS: u16 = 0x2000;
+pub const MORE_FRAGMENTS_FLAG: u16 = 0x2000;
 
 impl UdpDatagram {
     pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
@@ -170,9 +170,9 @@ impl UdpDatagram {
 
     /// Returns the datagram or fragment as a frame. Later fragments have no UDP header. The UDP length in a first
     /// fragment is that of a datagram in two fragments with equally long payloads.
-    pub fn frame(&self) -> Vec<u8> {
+    pub fn to_frame(&self) -> Vec<u8> {
         let is_later_fragment = self.flags_and_offset & 0x1fff != 0;
-        let udp_length = 8 + self.payload.len() * if self.flags_and_offset & MORE_FRAGMENTS != 0 { 2 } else { 1 };
+        let udp_length = 8 + self.payload.len() * if self.flags_and_offset & MORE_FRAGMENTS_FLAG != 0 { 2 } else { 1 };
         let mut transport_bytes = Vec::new();
         if !is_later_fragment {
             transport_bytes.extend(self.source.port().to_be_bytes());
@@ -232,14 +232,14 @@ pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protoco
 
 impl TcpPacket {
     pub fn to_ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[ExtensionHeader]) -> Vec<u8> {
-        with_ipv6_header(&self.frame(), [client, vip], headers)
+        with_ipv6_header(&self.to_frame(), [client, vip], headers)
     }
 }
 
 /// Returns the frame `ipv4` with its IPv4 header replaced by an IPv6 header and extension headers.
 fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader]) -> Vec<u8> {
-    let mut frame = ipv6_frame(addresses, headers, 6, &ipv4[tcp_offset(ipv4)..]);
-    let checksum_offset = tcp_offset(&frame) + 16;
+    let mut frame = ipv6_frame(addresses, headers, 6, &ipv4[tcp_header_offset(ipv4)..]);
+    let checksum_offset = tcp_header_offset(&frame) + 16;
     frame[checksum_offset..checksum_offset + 2].fill(0);
     let checksum = !tcp_segment_sum(&frame);
     frame[checksum_offset..checksum_offset + 2].copy_from_slice(&checksum.to_be_bytes());
@@ -270,7 +270,7 @@ pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
 
 /// Returns the ones' complement sum of the TCP segment and its pseudo header. It is 0xffff if the checksum is correct.
 pub fn tcp_segment_sum(frame: &[u8]) -> u16 {
-    let tcp_start = tcp_offset(frame);
+    let tcp_start = tcp_header_offset(frame);
     let address_range = if is_ipv6(frame) {
         ETHERNET_HEADER_BYTES + 8..ETHERNET_HEADER_BYTES + 40
     } else {
@@ -282,12 +282,12 @@ pub fn tcp_segment_sum(frame: &[u8]) -> u16 {
     ones_complement_sum(&[&pseudo_header, &frame[tcp_start..]].concat())
 }
 
-pub fn tcp_offset(frame: &[u8]) -> usize {
+pub fn tcp_header_offset(frame: &[u8]) -> usize {
     if !is_ipv6(frame) {
         return ETHERNET_HEADER_BYTES + usize::from(frame[ETHERNET_HEADER_BYTES] & 0xf) * 4;
     }
     let (mut header_offset, mut next_header) = (ETHERNET_HEADER_BYTES + 40, frame[ETHERNET_HEADER_BYTES + 6]);
-    while let Some(length) = extension_header_length(next_header, frame.get(header_offset + 1)) {
+    while let Some(length) = extension_header_length_bytes(next_header, frame.get(header_offset + 1)) {
         next_header = frame[header_offset];
         header_offset += length;
     }
@@ -296,7 +296,7 @@ pub fn tcp_offset(frame: &[u8]) -> usize {
 
 /// Returns the length in bytes of the IPv6 extension header with protocol number `number`, whose second byte is
 /// `length_byte`. Returns `None` if `number` is no extension header's.
-fn extension_header_length(number: u8, length_byte: Option<&u8>) -> Option<usize> {
+fn extension_header_length_bytes(number: u8, length_byte: Option<&u8>) -> Option<usize> {
     let length_field = usize::from(*length_byte?);
     match number {
         0 | 43 | 60 => Some((length_field + 1) * 8),
@@ -308,7 +308,7 @@ fn extension_header_length(number: u8, length_byte: Option<&u8>) -> Option<usize
 
 /// Returns the offset of TSval in a frame, or `None` if the frame has no timestamp option (RFC 9293, Sect. 3.1).
 pub fn tsval_offset(frame: &[u8]) -> Option<usize> {
-    let tcp_start = tcp_offset(frame);
+    let tcp_start = tcp_header_offset(frame);
     let header_length = usize::from(frame.get(tcp_start + 12)? >> 4) * 4;
     let options = frame.get(tcp_start + 20..tcp_start + header_length)?;
     let mut option_offset = 0;

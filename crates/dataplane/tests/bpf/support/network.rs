@@ -11,8 +11,8 @@ use coreward_dataplane::mac::MacAddress;
 use nix::sched::{CloneFlags, CpuSet, sched_getaffinity, sched_setaffinity, setns, unshare};
 use nix::unistd::Pid;
 
-pub const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
-pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
+pub const CLIENT_IPV4: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
+pub const SERVER_IPV4: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
 /// Pins the calling thread and its later children to one CPU, which then also processes their packets over veth.
@@ -29,7 +29,7 @@ pub fn pin_to_one_cpu() {
     sched_setaffinity(this_thread, &cpu_set).unwrap();
 }
 
-pub fn mac_address(interface: &str) -> MacAddress {
+pub fn interface_mac(interface: &str) -> MacAddress {
     let link_entries = nix::ifaddrs::getifaddrs().unwrap().filter(|entry| entry.interface_name == interface);
     let mac_addresses = link_entries.filter_map(|entry| entry.address?.as_link_addr()?.addr()).collect::<Vec<_>>();
     MacAddress(mac_addresses[0])
@@ -51,7 +51,7 @@ impl NamespaceHost {
     }
 
     /// Runs `action` in a new thread in the host's network namespace, to which the sockets that it opens belong.
-    pub fn run_inside<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
+    pub fn run_in_namespace<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let namespace_thread = scope.spawn(|| {
                 setns(&self.namespace_file, CloneFlags::CLONE_NEWNET).unwrap();
@@ -63,16 +63,16 @@ impl NamespaceHost {
 
     pub fn run_ip_command(&self, arguments: &str) {
         let run_ip = || Command::new("ip").args(arguments.split_whitespace()).status().unwrap();
-        assert!(self.run_inside(run_ip).success(), "ip {arguments}");
+        assert!(self.run_in_namespace(run_ip).success(), "ip {arguments}");
     }
 
     pub fn set_sysctl(&self, path: &str, value: &str) {
-        self.run_inside(|| fs::write(format!("/proc/sys/net/{path}"), value).unwrap());
+        self.run_in_namespace(|| fs::write(format!("/proc/sys/net/{path}"), value).unwrap());
     }
 
     /// Returns a counter of the host's kernel, by its name in `nstat` (such as TcpExtPAWSEstab or TcpRetransSegs).
     pub fn kernel_counter(&self, name: &str) -> u64 {
-        let counter_text = self.run_inside(|| {
+        let counter_text = self.run_in_namespace(|| {
             ["netstat", "snmp"]
                 .map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap())
                 .concat()
@@ -103,19 +103,19 @@ impl VethPair {
             "link add eth0 numrxqueues 4 numtxqueues 4 type veth peer name eth0 numrxqueues 4 numtxqueues 4 netns \
              {server_namespace}"
         ));
-        for (host, address) in [(&client, CLIENT), (&server, SERVER)] {
+        for (host, address) in [(&client, CLIENT_IPV4), (&server, SERVER_IPV4)] {
             host.run_ip_command(&format!("address add {address}/24 dev eth0"));
             host.run_ip_command("link set lo up");
             host.run_ip_command("link set eth0 up");
         }
         server.run_ip_command(&format!("address add {VIP}/32 dev lo"));
-        client.run_ip_command(&format!("route add {VIP}/32 via {SERVER}"));
+        client.run_ip_command(&format!("route add {VIP}/32 via {SERVER_IPV4}"));
         server.set_sysctl("ipv4/tcp_timestamps", "2");
         Self { client, server }
     }
 
     pub fn server_interface_index(&self) -> u32 {
-        self.server.run_inside(|| nix::net::if_::if_nametoindex("eth0").unwrap())
+        self.server.run_in_namespace(|| nix::net::if_::if_nametoindex("eth0").unwrap())
     }
 }
 
@@ -128,17 +128,18 @@ pub struct PinDirectory {
 impl PinDirectory {
     pub fn new() -> Self {
         static NEXT_DIRECTORY_NUMBER: AtomicU32 = AtomicU32::new(0);
-        const DIRECTORY_PREFIX: &str = "coreward-test-";
+        const PIN_DIRECTORY_PREFIX: &str = "coreward-test-";
         for entry in fs::read_dir("/sys/fs/bpf").unwrap().flatten() {
             let directory_name = entry.file_name().into_string().unwrap_or_default();
             let process_id =
-                directory_name.strip_prefix(DIRECTORY_PREFIX).and_then(|name_suffix| name_suffix.split('-').next());
+                directory_name.strip_prefix(PIN_DIRECTORY_PREFIX).and_then(|name_suffix| name_suffix.split('-').next());
             if process_id.is_some_and(|process| !PathBuf::from(format!("/proc/{process}")).exists()) {
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
         let directory_number = NEXT_DIRECTORY_NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = PathBuf::from(format!("/sys/fs/bpf/{DIRECTORY_PREFIX}{}-{directory_number}", std::process::id()));
+        let path =
+            PathBuf::from(format!("/sys/fs/bpf/{PIN_DIRECTORY_PREFIX}{}-{directory_number}", std::process::id()));
         fs::create_dir(&path).unwrap();
         Self { path }
     }
@@ -202,7 +203,7 @@ impl NetworkSegment {
         host.run_ip_command("link set eth0 up");
         // veth leaves checksums to a NIC, so packets that XDP forwards would have incomplete checksums.
         let turn_off_checksum_offload = || Command::new("ethtool").args(["-K", "eth0", "tx", "off"]).output().unwrap();
-        assert!(host.run_inside(turn_off_checksum_offload).status.success(), "ethtool -K eth0 tx off");
+        assert!(host.run_in_namespace(turn_off_checksum_offload).status.success(), "ethtool -K eth0 tx off");
         switch.run_ip_command(&format!("link set port{host_number} master br0"));
         switch.run_ip_command(&format!("link set port{host_number} up"));
         host

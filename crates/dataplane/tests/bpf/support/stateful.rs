@@ -2,57 +2,60 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use coreward_dataplane::lb::Options;
+use coreward_dataplane::lb::LoadBalancerOptions;
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::connection_table::{
-    Connection, ConnectionHash, TableOwnerNumber, TableSize, decode_cookie_index, encode_syn_tsecr,
+    Connection, ConnectionHash, ConnectionTableSize, TableOwnerNumber, decode_cookie_index, encode_syn_tsecr,
 };
-use coreward_model::consistency::{Consistency, ServiceSettings, TimestampOrigin};
+use coreward_model::consistency::{ConsistencyMode, ServiceSettings, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie, FleetCookieKeys};
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 use coreward_model::placement::PlacementRule;
 use rand::Rng;
 
-pub use super::balancer::{VIP, random_client, tuple_to_vip};
+pub use super::balancer::{VIP, four_tuple_to_vip, random_client};
 
-use super::balancer::{Balancer, OWN_MAC, XDP_TX, random_table, service_address};
+use super::balancer::{OWN_MAC, TestBalancer, XDP_TX, random_placement_table, service_address};
 use super::{
     ACK, FOREIGN_TIME_KEY, SYN, TcpPacket, aligned_timestamp_option, read_u32, timestamp_option, tsval_offset,
 };
 
 pub const STATEFUL_MODE: ServiceSettings = ServiceSettings {
-    consistency: Consistency::Stateful,
+    consistency: ConsistencyMode::Stateful,
     timestamps: TimestampOrigin::Server,
     migration: None,
-    forwarding: Forwarding::L2,
+    forwarding: ForwardingMode::L2,
 };
 
 pub type ClientEndpoint = (Ipv4Addr, u16);
 
-pub fn ipv4_client(connection: &Connection) -> ClientEndpoint {
+pub fn ipv4_client_endpoint(connection: &Connection) -> ClientEndpoint {
     match connection.client.ip() {
         IpAddr::V4(address) => (address, connection.client.port()),
         IpAddr::V6(address) => panic!("a connection of {address}"),
     }
 }
 
-pub fn owner_number(number: u64) -> TableOwnerNumber {
+pub fn table_owner_number(number: u64) -> TableOwnerNumber {
     TableOwnerNumber::try_from(number).unwrap()
 }
 
 pub fn own_owner_number() -> TableOwnerNumber {
-    owner_number(5)
+    table_owner_number(5)
 }
 
 /// Returns a balancer with a stateful service and a connection table of `entry_count` entries, and the ids of the
 /// service's nine servers.
-pub fn stateful_balancer(entry_count: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
-    let options = Options { connection_table_size: TableSize::try_from(entry_count).unwrap(), ..Options::default() };
-    let mut balancer = Balancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, rng);
+pub fn stateful_balancer(entry_count: u64, rng: &mut impl Rng) -> (TestBalancer, Vec<ServerId>) {
+    let options = LoadBalancerOptions {
+        connection_table_size: ConnectionTableSize::try_from(entry_count).unwrap(),
+        ..LoadBalancerOptions::default()
+    };
+    let mut balancer = TestBalancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, rng);
     let server_ids = balancer.replace_servers(0, 9, rng);
-    let table = random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, rng);
+    let table = random_placement_table(PlacementRule::RoundRobin, 1, 1, &server_ids, rng);
     balancer.install_table(0, &table);
     balancer.lb.set_owner_number(Some(own_owner_number()));
     (balancer, server_ids)
@@ -65,7 +68,7 @@ pub fn syn_with_tsecr(client: ClientEndpoint, tsecr: u32) -> TcpPacket {
 }
 
 pub fn syn_frame(client: ClientEndpoint) -> Vec<u8> {
-    syn_with_tsecr(client, 0).frame()
+    syn_with_tsecr(client, 0).to_frame()
 }
 
 /// Returns a packet of an established connection, whose cookie holds the connection table index `cookie_index`.
@@ -78,25 +81,25 @@ pub fn packet_with_cookie_index(
     let tsecr = cookie::stamp_tsval(
         keys,
         &super::FOREIGN_TIME_KEY,
-        &tuple_to_vip(client),
+        &four_tuple_to_vip(client),
         Cookie::TableIndex(cookie_index),
         4711,
     );
     TcpPacket { flags, tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }
 }
 
-pub fn frame_with_cookie_index(balancer: &Balancer, client: ClientEndpoint, cookie_index: u16) -> Vec<u8> {
-    packet_with_cookie_index(&balancer.fleet_keys, client, cookie_index, ACK).frame()
+pub fn frame_with_cookie_index(balancer: &TestBalancer, client: ClientEndpoint, cookie_index: u16) -> Vec<u8> {
+    packet_with_cookie_index(&balancer.fleet_keys, client, cookie_index, ACK).to_frame()
 }
 
-pub fn tsecr_of(frame: &[u8]) -> u32 {
+pub fn read_tsecr(frame: &[u8]) -> u32 {
     read_u32(frame, tsval_offset(frame).unwrap() + 4)
 }
 
 /// Returns the connection table index in a forwarded SYN, or `None` if the SYN has none. The server puts the index into
 /// its cookies.
-pub fn cookie_index_of(frame: &[u8]) -> Option<u16> {
-    let tsecr = tsecr_of(frame);
+pub fn read_cookie_index(frame: &[u8]) -> Option<u16> {
+    let tsecr = read_tsecr(frame);
     let cookie_index = (tsecr & intf::COOKIE_ID_MASK) as u16;
     let (owner, slot) = decode_cookie_index(cookie_index);
     (tsecr != 0).then(|| {
@@ -113,7 +116,7 @@ pub struct EstablishedConnection {
     pub cookie_index: u16,
 }
 
-impl Balancer {
+impl TestBalancer {
     pub fn server_with_mac(&self, mac: &[u8]) -> ServerId {
         let server_mac = MacAddress(mac.try_into().unwrap());
         self.server_macs.iter().find(|(_, known_mac)| **known_mac == server_mac).expect("a server's MAC address").0.1
@@ -124,7 +127,7 @@ impl Balancer {
     pub fn send_syn(&self, client: ClientEndpoint) -> (ServerId, Option<u16>) {
         let (xdp_action, packet) = self.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
         assert_eq!(xdp_action, XDP_TX);
-        (self.server_with_mac(&packet[..6]), cookie_index_of(&packet))
+        (self.server_with_mac(&packet[..6]), read_cookie_index(&packet))
     }
 
     /// Sends a SYN and asserts that the connection gets a table entry.
@@ -154,10 +157,10 @@ impl Balancer {
 
     /// Asserts that a packet whose cookie holds the id of `server` is sent to that server.
     pub fn expect_cookie_leads_to(&self, client: ClientEndpoint, server: ServerId) {
-        let tuple = tuple_to_vip(client);
+        let tuple = four_tuple_to_vip(client);
         let tsecr = cookie::stamp_tsval(&self.fleet_keys, &FOREIGN_TIME_KEY, &tuple, Cookie::Server(server), 5);
         let tcp_options = aligned_timestamp_option(1, tsecr);
-        let frame = TcpPacket { tcp_options, ..TcpPacket::new(client, VIP) }.frame();
+        let frame = TcpPacket { tcp_options, ..TcpPacket::new(client, VIP) }.to_frame();
         self.expect_sent_to(0, &frame, server, "established");
     }
 

@@ -4,9 +4,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_dataplane::lb::OuterSourceAddresses;
 use coreward_model::ServerId;
-use coreward_model::forwarding::Forwarding;
+use coreward_model::forwarding::ForwardingMode;
 
-use super::Family;
+use super::AddressFamily;
 
 pub const ETHERNET_HEADER_BYTES: usize = 14;
 /// Source addresses of the load balancer's outer headers.
@@ -16,17 +16,17 @@ pub const OWN_OUTER_ADDRESSES: OuterSourceAddresses =
 /// Kind of encapsulation, with the address families of the inner and the outer packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TunnelVariant {
-    pub forwarding: Forwarding,
-    pub inner_family: Family,
-    pub outer_family: Family,
+    pub forwarding: ForwardingMode,
+    pub inner_family: AddressFamily,
+    pub outer_family: AddressFamily,
 }
 
 impl TunnelVariant {
     pub fn all() -> impl Iterator<Item = Self> {
-        let families_with_inner = |inner| Family::BOTH.into_iter().map(move |outer| (inner, outer));
-        let families = Family::BOTH.into_iter().flat_map(families_with_inner);
+        let families_with_inner = |inner| AddressFamily::BOTH.into_iter().map(move |outer| (inner, outer));
+        let families = AddressFamily::BOTH.into_iter().flat_map(families_with_inner);
         families.flat_map(|(inner, outer)| {
-            [Forwarding::Ipip, Forwarding::Gue].map(|forwarding| Self {
+            [ForwardingMode::Ipip, ForwardingMode::Gue].map(|forwarding| Self {
                 forwarding,
                 inner_family: inner,
                 outer_family: outer,
@@ -35,49 +35,49 @@ impl TunnelVariant {
     }
 
     pub fn overhead_bytes(self) -> usize {
-        self.forwarding.overhead_bytes(own_outer_address(self.outer_family))
+        self.forwarding.encapsulation_overhead_bytes(own_outer_address(self.outer_family))
     }
 
-    pub fn outer_protocol(self) -> u8 {
+    pub fn outer_protocol_number(self) -> u8 {
         match (self.forwarding, self.inner_family) {
-            (Forwarding::Gue, _) => 17,
-            (_, Family::Ipv4) => 4,
-            (_, Family::Ipv6) => 41,
+            (ForwardingMode::Gue, _) => 17,
+            (_, AddressFamily::Ipv4) => 4,
+            (_, AddressFamily::Ipv6) => 41,
         }
     }
 }
 
-pub fn ip_header_bytes(family: Family) -> usize {
-    if family == Family::Ipv4 { 20 } else { 40 }
+pub fn ip_header_bytes(family: AddressFamily) -> usize {
+    if family == AddressFamily::Ipv4 { 20 } else { 40 }
 }
 
-pub fn service_vip(family: Family) -> SocketAddr {
+pub fn service_vip(family: AddressFamily) -> SocketAddr {
     match family {
-        Family::Ipv4 => ([10, 200, 0, 1], 80).into(),
-        Family::Ipv6 => ([0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1], 80).into(),
+        AddressFamily::Ipv4 => ([10, 200, 0, 1], 80).into(),
+        AddressFamily::Ipv6 => ([0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1], 80).into(),
     }
 }
 
-pub fn client_socket_address(family: Family) -> SocketAddr {
+pub fn client_socket_address(family: AddressFamily) -> SocketAddr {
     match family {
-        Family::Ipv4 => ([192, 0, 2, 7], 40_000).into(),
-        Family::Ipv6 => ([0x2001, 0xdb8, 7, 0, 0, 0, 0, 7], 40_000).into(),
+        AddressFamily::Ipv4 => ([192, 0, 2, 7], 40_000).into(),
+        AddressFamily::Ipv6 => ([0x2001, 0xdb8, 7, 0, 0, 0, 0, 7], 40_000).into(),
     }
 }
 
-pub fn own_outer_address(family: Family) -> IpAddr {
+pub fn own_outer_address(family: AddressFamily) -> IpAddr {
     match family {
-        Family::Ipv4 => OWN_OUTER_ADDRESSES.ipv4.into(),
-        Family::Ipv6 => OWN_OUTER_ADDRESSES.ipv6.into(),
+        AddressFamily::Ipv4 => OWN_OUTER_ADDRESSES.ipv4.into(),
+        AddressFamily::Ipv6 => OWN_OUTER_ADDRESSES.ipv6.into(),
     }
 }
 
 /// Returns a server's address as the destination of outer headers.
-pub fn server_outer_address(family: Family, server: ServerId) -> IpAddr {
+pub fn server_outer_address(family: AddressFamily, server: ServerId) -> IpAddr {
     let [high, low] = server.get().to_be_bytes();
     match family {
-        Family::Ipv4 => Ipv4Addr::new(10, 9, high, low).into(),
-        Family::Ipv6 => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, server.get()).into(),
+        AddressFamily::Ipv4 => Ipv4Addr::new(10, 9, high, low).into(),
+        AddressFamily::Ipv6 => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, server.get()).into(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Tests of checks for netfilter chains that drop, track or redirect packets.
 
 use super::*;
-use crate::nat_rules::{MatchCondition, NatRule, NetfilterChain};
+use crate::nat_rules::{DestinationCondition, NatRule, NetfilterChain};
 
 fn new_chain(hook: &str, drops_packets: bool, accepts_packets: bool, tracks_connections: bool) -> NetfilterChain {
     NetfilterChain {
@@ -16,7 +16,11 @@ fn new_chain(hook: &str, drops_packets: bool, accepts_packets: bool, tracks_conn
 }
 
 /// Returns the warnings and faults about `chain`, for a service that the load balancer or its server stamps.
-fn problems_with_chain(role: Role, chain: NetfilterChain, is_stamped_by_lb: bool) -> Vec<(&'static str, Severity)> {
+fn problems_with_chain(
+    role: MachineRole,
+    chain: NetfilterChain,
+    is_stamped_by_lb: bool,
+) -> Vec<(&'static str, FindingSeverity)> {
     problems_after_change(role, |facts| {
         facts.netfilter.chains = Ok(vec![chain]);
         facts.services[0].is_stamped_by_lb = is_stamped_by_lb;
@@ -25,26 +29,35 @@ fn problems_with_chain(role: Role, chain: NetfilterChain, is_stamped_by_lb: bool
 
 #[test]
 fn firewalls_are_reported_where_they_drop_packets() {
-    assert_eq!(problems_with_chain(Role::Server, new_chain("input", true, false, false), false), [("firewall", FAULT)]);
     assert_eq!(
-        problems_with_chain(Role::Server, new_chain("input", true, true, false), false),
+        problems_with_chain(MachineRole::Server, new_chain("input", true, false, false), false),
+        [("firewall", FAULT)]
+    );
+    assert_eq!(
+        problems_with_chain(MachineRole::Server, new_chain("input", true, true, false), false),
         [("firewall", WARNING)]
     );
-    assert_eq!(problems_with_chain(Role::Server, new_chain("forward", true, false, false), false), []);
-    assert_eq!(problems_with_chain(Role::Lb, new_chain("forward", true, false, false), true), [("firewall", FAULT)]);
-    let use_legacy_iptables = |facts: &mut Facts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
-    assert_eq!(problems_after_change(Role::Server, use_legacy_iptables), []);
+    assert_eq!(problems_with_chain(MachineRole::Server, new_chain("forward", true, false, false), false), []);
+    assert_eq!(
+        problems_with_chain(MachineRole::Lb, new_chain("forward", true, false, false), true),
+        [("firewall", FAULT)]
+    );
+    let use_legacy_iptables = |facts: &mut MachineFacts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
+    assert_eq!(problems_after_change(MachineRole::Server, use_legacy_iptables), []);
 }
 
 #[test]
 fn connection_tracking_is_reported_unless_exempted() {
-    assert_eq!(problems_with_chain(Role::Lb, new_chain("input", true, true, true), true), [("conntrack", FAULT)]);
     assert_eq!(
-        problems_with_chain(Role::Server, new_chain("input", false, true, true), false),
+        problems_with_chain(MachineRole::Lb, new_chain("input", true, true, true), true),
+        [("conntrack", FAULT)]
+    );
+    assert_eq!(
+        problems_with_chain(MachineRole::Server, new_chain("input", false, true, true), false),
         [("conntrack", WARNING)]
     );
     let untracked_chain = NetfilterChain { exempts_from_tracking: true, ..new_chain("prerouting", false, true, true) };
-    assert_eq!(problems_with_chain(Role::Server, untracked_chain, false), []);
+    assert_eq!(problems_with_chain(MachineRole::Server, untracked_chain, false), []);
 }
 
 #[test]
@@ -53,10 +66,14 @@ fn nat_rule_that_changes_the_vip_is_reported_at_servers() {
         let nat_rule = NatRule { conditions, changes_destination: true, jump_targets: vec![] };
         NetfilterChain { rules: vec![nat_rule], ..new_chain("prerouting", false, true, false) }
     };
-    assert_eq!(problems_with_chain(Role::Server, chain_with_nat_rule(vec![]), false), [("dnat", WARNING)]);
+    assert_eq!(problems_with_chain(MachineRole::Server, chain_with_nat_rule(vec![]), false), [("dnat", WARNING)]);
     assert_eq!(
-        problems_with_chain(Role::Server, chain_with_nat_rule(vec![MatchCondition::Port(vec![8080..=8080])]), false),
+        problems_with_chain(
+            MachineRole::Server,
+            chain_with_nat_rule(vec![DestinationCondition::Port(vec![8080..=8080])]),
+            false
+        ),
         []
     );
-    assert_eq!(problems_with_chain(Role::Lb, chain_with_nat_rule(vec![]), false), []);
+    assert_eq!(problems_with_chain(MachineRole::Lb, chain_with_nat_rule(vec![]), false), []);
 }

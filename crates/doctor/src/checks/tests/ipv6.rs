@@ -3,12 +3,12 @@
 use super::*;
 
 /// Returns facts about a server whose only service has an IPv6 VIP. The VIP is on `device`.
-pub(super) fn ipv6_server_facts(device: &str) -> Facts {
-    let mut facts = facts_without_problems(Role::Server);
+pub(super) fn ipv6_server_facts(device: &str) -> MachineFacts {
+    let mut facts = facts_without_problems(MachineRole::Server);
     let vip = "2001:db8::1".parse().unwrap();
     facts.services[0].address.vip_and_port = std::net::SocketAddr::new(vip, 80);
     let host_mask = std::net::IpAddr::from([0xff; 16]);
-    facts.addresses.push(Address { device: device.to_owned(), address: vip, mask: host_mask });
+    facts.addresses.push(DeviceAddress { device_name: device.to_owned(), address: vip, mask: host_mask });
     for device in ["lo", "eth7"] {
         facts.sysctl_values.insert(disable_ipv6_sysctl_path(device), "0".to_owned());
     }
@@ -17,12 +17,12 @@ pub(super) fn ipv6_server_facts(device: &str) -> Facts {
 
 #[test]
 fn ipv6_vip_on_another_device_is_moved_to_lo() {
-    assert_eq!(addresses::check_vips(&ipv6_server_facts("lo"))[0].severity, Severity::Ok);
+    assert_eq!(addresses::check_vips(&ipv6_server_facts("lo"))[0].severity, FindingSeverity::Ok);
     let vip_finding = &addresses::check_vips(&ipv6_server_facts("eth7"))[0];
     assert_eq!(vip_finding.severity, FAULT);
     assert_eq!(vip_finding.observation, "VIP 2001:db8::1 is on eth7: expected lo");
     let expected_remedy = "ip address add 2001:db8::1/128 dev lo; ip address delete 2001:db8::1/128 dev eth7";
-    assert_eq!(vip_finding.remedies[0].command, expected_remedy);
+    assert_eq!(vip_finding.remedies[0].shell_command, expected_remedy);
 }
 
 #[test]
@@ -30,20 +30,20 @@ fn ipv6_service_requires_ipv6_and_ignores_arp_sysctls() {
     let mut facts = ipv6_server_facts("lo");
     facts.sysctl_values.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned());
     assert!(addresses::check_arp_ignore(&facts).is_empty());
-    assert!(addresses::check_ipv6(&facts).iter().all(|finding| finding.severity == Severity::Ok));
+    assert!(addresses::check_ipv6(&facts).iter().all(|finding| finding.severity == FindingSeverity::Ok));
     facts.sysctl_values.insert(disable_ipv6_sysctl_path("eth7"), "1".to_owned());
     facts.sysctl_values.remove(&disable_ipv6_sysctl_path("lo"));
     let observations: Vec<String> =
         addresses::check_ipv6(&facts).into_iter().map(|finding| finding.observation).collect();
     let expected = ["the kernel has no IPv6 at lo: expected it", "net.ipv6.conf.eth7.disable_ipv6 is 1: expected 0"];
     assert_eq!(observations, expected);
-    assert!(addresses::check_ipv6(&facts_without_problems(Role::Server)).is_empty());
+    assert!(addresses::check_ipv6(&facts_without_problems(MachineRole::Server)).is_empty());
 }
 
 #[test]
 fn address_is_in_network_only_of_the_same_family() {
-    let own_address = Address {
-        device: "eth7".to_owned(),
+    let own_address = DeviceAddress {
+        device_name: "eth7".to_owned(),
         address: "2001:db8::1".parse().unwrap(),
         mask: "ffff:ffff:ffff:ffff::".parse().unwrap(),
     };

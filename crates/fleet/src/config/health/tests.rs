@@ -1,7 +1,7 @@
 use std::time::Duration;
 
-use coreward_config::Source;
-use coreward_model::health::{CertificateVerification, Probe, ProbeAddress, StatusRange, WhenAllDown};
+use coreward_config::TomlSource;
+use coreward_model::health::{CertificateVerification, HealthProbe, HttpStatusRange, ProbeAddress, WhenAllDown};
 
 use crate::config::{FleetConfig, ServiceConfig};
 
@@ -10,7 +10,7 @@ const AUTHORITY_PEM: &str = include_str!("authority.pem");
 
 fn parse_service_with_keys(keys: &str) -> Result<ServiceConfig, String> {
     let text = format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{keys}");
-    let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text));
+    let config = FleetConfig::parse(&TomlSource::from_text("fleet.toml", &text));
     config.map(|mut config| config.services.remove(0)).map_err(|mistakes| mistakes.to_string())
 }
 
@@ -25,7 +25,7 @@ fn missing_health_table_disables_checks() {
 #[test]
 fn empty_health_table_checks_tcp() {
     let check = parse_service_with_keys("[service.health]\n").unwrap().health_check.unwrap();
-    assert_eq!((&check.probe, check.probe_address, check.port), (&Probe::Tcp, ProbeAddress::Vip, None));
+    assert_eq!((&check.probe, check.probe_address, check.probe_port), (&HealthProbe::Tcp, ProbeAddress::Vip, None));
     assert_eq!((check.interval, check.timeout), (Duration::from_secs(2), Duration::from_secs(1)));
     assert_eq!((check.thresholds.rise(), check.thresholds.fall(), check.jitter.get()), (2, 3, 0.1));
     assert_eq!(
@@ -41,7 +41,7 @@ fn host_may_be_name_or_address_with_optional_port() {
     };
     for valid in ["www.example.org", "www.example.org:8443", "10.0.0.1:80", "[2001:db8::1]", "[2001:db8::1]:8443"] {
         let service = parse_with_host(valid).unwrap_or_else(|error| panic!("{error}"));
-        let Probe::Http(http) = service.health_check.unwrap().probe else { panic!("{valid}") };
+        let HealthProbe::Http(http) = service.health_check.unwrap().probe else { panic!("{valid}") };
         assert_eq!(http.host.as_deref(), Some(valid));
     }
     for invalid in ["2001:db8::1", "[2001:db8::1", "[10.0.0.1]", "www:http", "www:65536", "www:+80", ":80", ""] {
@@ -55,12 +55,12 @@ fn all_keys_of_http_checks_are_parsed() {
                 host = \"www.example.org\"\nexpect = \"204\"\ninterval = \"500ms\"\njitter = 0\n";
     let check = parse_service_with_keys(keys).unwrap().health_check.unwrap();
     assert_eq!(
-        (check.probe_address, check.port, check.interval),
+        (check.probe_address, check.probe_port, check.interval),
         (ProbeAddress::Server, Some(8080), Duration::from_millis(500))
     );
-    let Probe::Http(http) = check.probe else { panic!("{check:?}") };
-    assert_eq!((http.path.as_str(), http.host.as_deref()), ("/healthz?full=1", Some("www.example.org")));
-    assert_eq!(http.expected_status, StatusRange::new(204, 204).unwrap());
+    let HealthProbe::Http(http) = check.probe else { panic!("{check:?}") };
+    assert_eq!((http.path_and_query.as_str(), http.host.as_deref()), ("/healthz?full=1", Some("www.example.org")));
+    assert_eq!(http.expected_status, HttpStatusRange::new(204, 204).unwrap());
 
     let parse_verification =
         |keys: &str| match parse_service_with_keys(&format!("[service.health]\ncheck = \"https\"\n{keys}"))
@@ -68,7 +68,7 @@ fn all_keys_of_http_checks_are_parsed() {
             .health_check
         {
             Some(check) => match check.probe {
-                Probe::Https(_, verification) => verification,
+                HealthProbe::Https(_, verification) => verification,
                 other => panic!("{other:?}"),
             },
             None => panic!("no check"),

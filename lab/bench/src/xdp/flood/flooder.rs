@@ -12,7 +12,7 @@ use coreward_dataplane::test_run::ReceiveQueueId;
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
 use crate::xdp::runner::{PacketGenerator, PacketRunner, PacketVariation};
-use crate::xdp::workload::{XDP_TX, syn_frame};
+use crate::xdp::workload::{XDP_TX, syn_frame_template};
 
 /// Number of SYNs between two checks of the stop flag, which take about 1 ms.
 const SYNS_PER_BATCH: u32 = 1 << 13;
@@ -34,26 +34,26 @@ pub struct FloodCounts {
 }
 
 #[derive(Default)]
-struct FlooderState {
+struct SharedFlooderState {
     should_stop: AtomicBool,
     syn_count: AtomicU64,
 }
 
 /// Handle of the flooding thread on the second CPU, which ends when this value is dropped.
-pub struct Flooder {
+pub struct SynFlooder {
     command_sender: Option<Sender<FlooderCommand>>,
     result_receiver: Receiver<anyhow::Result<FloodCounts>>,
-    shared_state: Arc<FlooderState>,
+    shared_state: Arc<SharedFlooderState>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Flooder {
+impl SynFlooder {
     /// Starts the flooding thread on `cpu`. Fails without the capabilities to load BPF programs or to create a network
     /// namespace, or when the CPU cannot be used.
     pub fn start(cpu: usize) -> anyhow::Result<Self> {
         let (command_sender, command_receiver) = channel();
         let (result_sender, result_receiver) = channel();
-        let shared_state = Arc::new(FlooderState::default());
+        let shared_state = Arc::new(SharedFlooderState::default());
         let run_commands = {
             let thread_state = Arc::clone(&shared_state);
             move || match create_flood_runner(cpu) {
@@ -103,7 +103,7 @@ impl Flooder {
     }
 }
 
-impl Drop for Flooder {
+impl Drop for SynFlooder {
     fn drop(&mut self) {
         self.shared_state.should_stop.store(true, Ordering::SeqCst);
         self.command_sender = None;
@@ -120,14 +120,14 @@ fn create_flood_runner(cpu: usize) -> anyhow::Result<PacketRunner> {
     namespace::enter_new_network_namespace()?;
     namespace::run_ip_command("link add flood0 numrxqueues 2 numtxqueues 2 type veth peer name flood1")?;
     let interface = nix::net::if_::if_nametoindex("flood0").context("the index of flood0")?;
-    Ok(PacketRunner::new(&syn_frame(), &[PacketVariation::default()], 0)?
+    Ok(PacketRunner::new(&syn_frame_template(), &[PacketVariation::default()], 0)?
         .with_receive_queue(ReceiveQueueId { interface_index: interface, queue_index: 1 }))
 }
 
 fn execute_command_until_stopped(
     runner: &PacketRunner,
     command: &FlooderCommand,
-    shared_state: &FlooderState,
+    shared_state: &SharedFlooderState,
 ) -> anyhow::Result<FloodCounts> {
     let program: BorrowedFd<'_> = match command {
         FlooderCommand::SynsThroughEmptyProgram => runner.empty_program.as_fd(),

@@ -8,7 +8,7 @@ use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
 /// Kernel memory and entries of all maps of a BPF program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct MapMemory {
+pub struct BpfMapMemory {
     /// Number of arrays, which are maps with preallocated entries.
     pub array_map_count: u64,
     /// Number of hash tables, which are maps whose memory grows with their entries.
@@ -18,9 +18,9 @@ pub struct MapMemory {
     pub kernel_bytes: u64,
 }
 
-impl MapMemory {
+impl BpfMapMemory {
     /// Reads the memory of a program's maps. Fails when the kernel does not report it.
-    pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
+    pub fn read_for_program(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let program_id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let mut program_infos = ProgInfoIter::with_query_opts(ProgInfoQueryOptions::default().include_map_ids(true));
         let program_info = program_infos.find(|info| info.id == program_id).context("the program is not listed")?;

@@ -43,7 +43,7 @@ pub struct FrameGenerator {
 
 /// Baseline program that is attached to the tested end instead of a load balancer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BaselineProgram {
+pub enum LiveBaselineProgram {
     /// Program swap_macs(), which swaps MAC addresses.
     SwapMacs,
     /// Program read_tsecr(), which also reads the echoed timestamp.
@@ -66,7 +66,7 @@ impl FrameGenerator {
     pub fn new(
         veth_pair: &VethPair,
         traffic: &GeneratedTraffic<'_>,
-        baseline: Option<BaselineProgram>,
+        baseline: Option<LiveBaselineProgram>,
     ) -> anyhow::Result<Self> {
         ensure!(traffic.packets.len() == LIVE_PACKET_COUNT, "{} packets", traffic.packets.len());
         let mut skeleton_storage = MaybeUninit::uninit();
@@ -81,20 +81,20 @@ impl FrameGenerator {
         let loaded_skeleton = opened_skeleton.load().context("loading live_frames.bpf.c")?;
         let packet_memory: MmapArray<[LivePacket; LIVE_PACKET_COUNT]> =
             MmapArray::new(loaded_skeleton.maps.bss_packets.as_fd())?;
-        let live_packet = |(packet_index, packet): (usize, &PacketVariation)| LivePacket {
+        let to_live_packet = |(packet_index, packet): (usize, &PacketVariation)| LivePacket {
             client_address: packet.client_address,
             ports: packet.ports,
             tsecr: packet.tsecr,
             kind: (traffic.is_syn)(packet_index).into(),
         };
-        let live_packets: Vec<LivePacket> = traffic.packets.iter().enumerate().map(live_packet).collect();
+        let live_packets: Vec<LivePacket> = traffic.packets.iter().enumerate().map(to_live_packet).collect();
         packet_memory.write(0, live_packets.as_slice());
         let [generator_end, tested_end] =
             [veth_pair.generator_interface_index()? as i32, veth_pair.tested_interface_index()? as i32];
         let sink_link = loaded_skeleton.progs.sink.attach_xdp(generator_end).context("the sink")?;
         let baseline_link = baseline.map(|baseline| match baseline {
-            BaselineProgram::SwapMacs => loaded_skeleton.progs.swap_macs.attach_xdp(tested_end),
-            BaselineProgram::ReadTsecr => loaded_skeleton.progs.read_tsecr.attach_xdp(tested_end),
+            LiveBaselineProgram::SwapMacs => loaded_skeleton.progs.swap_macs.attach_xdp(tested_end),
+            LiveBaselineProgram::ReadTsecr => loaded_skeleton.progs.read_tsecr.attach_xdp(tested_end),
         });
         Ok(Self {
             generate_program: loaded_skeleton.progs.generate.as_fd().try_clone_to_owned()?,
@@ -105,15 +105,18 @@ impl FrameGenerator {
 
     /// Sends `frame_count` frames as fast as this CPU can. Fails when the kernel does not support live frames (before
     /// 5.18).
-    pub fn send(&self, frame_count: u32) -> anyhow::Result<()> {
-        test_run::run_live(self.generate_program.as_fd(), &[0; MAX_FRAME_BYTES], frame_count)
+    pub fn send_frames(&self, frame_count: u32) -> anyhow::Result<()> {
+        test_run::run_program_live(self.generate_program.as_fd(), &[0; MAX_FRAME_BYTES], frame_count)
             .context("sending live frames")
     }
 }
 
 fn frame_words(frame_template: &FrameTemplate) -> anyhow::Result<[u64; MAX_FRAME_BYTES / 8]> {
     let mut bytes = [0; MAX_FRAME_BYTES];
-    bytes.get_mut(..frame_template.bytes.len()).context("a frame too long")?.copy_from_slice(&frame_template.bytes);
+    bytes
+        .get_mut(..frame_template.frame_bytes.len())
+        .context("a frame too long")?
+        .copy_from_slice(&frame_template.frame_bytes);
     let mut words =
         bytes.chunks_exact(8).map(|word_bytes| u64::from_ne_bytes(word_bytes.try_into().expect("eight bytes")));
     Ok(std::array::from_fn(|_| words.next().expect("as many words")))

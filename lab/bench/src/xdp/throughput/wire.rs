@@ -69,7 +69,7 @@ impl VethPair {
 
 /// NAPI thread of a device that has an XDP program.
 pub struct NapiThread {
-    device: String,
+    device_name: String,
     thread_id: Pid,
 }
 
@@ -82,25 +82,25 @@ impl NapiThread {
         let thread_id = find_thread_by_prefix(&format!("napi/{device}-"))?;
         cpus::bind_to_cpu(thread_id, cpu)?;
         raise_priority(thread_id)?;
-        Ok(Self { device: device.to_owned(), thread_id })
+        Ok(Self { device_name: device.to_owned(), thread_id })
     }
 
     /// Waits until the thread sleeps, because it has received all frames, and returns its usage. Fails when the thread
     /// or the device is gone.
     pub fn wait_for_idle_usage(&self) -> anyhow::Result<NapiUsage> {
-        while self.thread_state()? != "S" {
+        while self.read_thread_state()? != "S" {
             std::thread::sleep(Duration::from_micros(100));
         }
         let schedstat_path = format!("/proc/{}/schedstat", self.thread_id);
         let schedstat = fs::read_to_string(&schedstat_path).with_context(|| schedstat_path.clone())?;
         let cpu_ns = schedstat.split_whitespace().next().and_then(|time| time.parse().ok());
         Ok(NapiUsage {
-            received_frames: read_received_frame_count(&self.device)?,
+            received_frames: read_received_frame_count(&self.device_name)?,
             cpu_ns: cpu_ns.with_context(|| format!("{schedstat_path}: {schedstat:?}"))?,
         })
     }
 
-    fn thread_state(&self) -> anyhow::Result<String> {
+    fn read_thread_state(&self) -> anyhow::Result<String> {
         let stat_path = format!("/proc/{}/stat", self.thread_id);
         let stat_line = fs::read_to_string(&stat_path).with_context(|| stat_path.clone())?;
         let fields_after_name = stat_line.rsplit_once(')').map_or("", |(_, text_after_name)| text_after_name);

@@ -1,17 +1,17 @@
 use super::*;
 use crate::seed_summary::SeedSummary;
 
-fn build_curve(label: &str, points: &[(f64, [f64; 3])]) -> Curve {
-    let make_cell = |(x, seeds): &(f64, [f64; 3])| Cell {
+fn build_curve(label: &str, points: &[(f64, [f64; 3])]) -> FigureCurve {
+    let make_cell = |(x, seeds): &(f64, [f64; 3])| CurveCell {
         x: *x,
         seeds: seeds.to_vec(),
         spread: SeedSummary::from_values(seeds).unwrap(),
     };
-    Curve { label: label.into(), cells: points.iter().map(make_cell).collect(), published: Vec::new() }
+    FigureCurve { label: label.into(), cells: points.iter().map(make_cell).collect(), published: Vec::new() }
 }
 
 /// Returns a table with two panels, in the first of which curve `b` is 1.5 to 2 times as high as curve `a`.
-fn two_panel_table() -> FigureTable {
+fn build_two_panel_table() -> FigureTable {
     let first_panel_curves = vec![
         build_curve("a", &[(1.0, [2.0, 1.9, 2.1]), (2.0, [4.0, 4.0, 4.0]), (3.0, [8.0, 7.0, 9.0])]),
         build_curve("b", &[(1.0, [4.0, 4.0, 4.0]), (2.0, [6.0, 6.0, 6.0]), (3.0, [16.0, 16.0, 16.0])]),
@@ -22,9 +22,9 @@ fn two_panel_table() -> FigureTable {
     FigureTable { seeds: 3, panels: vec![make_panel("p", first_panel_curves), make_panel("q", second_panel_curves)] }
 }
 
-fn judge_claim(claim: &str) -> Verdict {
+fn judge_claim(claim: &str) -> ClaimVerdict {
     let assertion: Assertion = toml::from_str(&format!("statement = \"s\"\n{claim}")).unwrap();
-    assertion.evaluate(&two_panel_table())
+    assertion.evaluate(&build_two_panel_table())
 }
 
 #[test]
@@ -93,13 +93,16 @@ fn x_where_a_curve_reaches_a_value_is_interpolated() {
 
 #[test]
 fn ratio_can_be_divided_by_a_second_ratio() {
-    let ratio_toml = |x: u8| {
+    let format_ratio_toml = |x: u8| {
         format!(
             "of = {{ series = \"b\", panel = \"p\", at = {x} }}, to = {{ series = \"a\", panel = \"p\", at = {x} }}"
         )
     };
-    let verdict =
-        judge_claim(&format!("ratio = {{ {}, than = {{ {} }} }}\nat_least = 1.3", ratio_toml(3), ratio_toml(2)));
+    let verdict = judge_claim(&format!(
+        "ratio = {{ {}, than = {{ {} }} }}\nat_least = 1.3",
+        format_ratio_toml(3),
+        format_ratio_toml(2)
+    ));
     assert_eq!((verdict.holds, verdict.measured), (true, Some((2.0 / 1.5, 2.0 / 1.5))));
 }
 

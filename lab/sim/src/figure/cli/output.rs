@@ -5,17 +5,17 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 
 use crate::figure::embedded::EmbeddedScenario;
-use crate::figure::result::{FigureResult, Provenance};
-use crate::figure::scenario::Scenario;
+use crate::figure::result::{FigureProvenance, FigureResult};
+use crate::figure::scenario::FigureScenario;
 use crate::figure::write::write_atomically;
 use crate::figure::{draw, page};
 
-pub struct OutputDirectory {
+pub struct FigureOutputDirectory {
     path: PathBuf,
     paper_scenarios: Vec<EmbeddedScenario>,
 }
 
-impl OutputDirectory {
+impl FigureOutputDirectory {
     /// Opens the directory, and creates it if necessary. Fails with the directory's path when it cannot be created.
     pub fn open(path: &Path, paper_scenarios: Vec<EmbeddedScenario>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
@@ -23,7 +23,7 @@ impl OutputDirectory {
     }
 
     /// Returns the figure that an earlier run stored, if its JSON file is complete and that run had the same inputs.
-    fn load_stored_result(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
+    fn load_stored_result(&self, name: &str, provenance: &FigureProvenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
         result.provenance.has_same_inputs(provenance).then_some(result)
@@ -34,8 +34,8 @@ impl OutputDirectory {
     pub fn write_figure(
         &self,
         result: &FigureResult,
-        scenario: &Scenario,
-        all_figures: &[(FigureResult, Scenario)],
+        scenario: &FigureScenario,
+        all_figures: &[(FigureResult, FigureScenario)],
     ) -> anyhow::Result<()> {
         let name = &result.name;
         let json = serde_json::to_string_pretty(result).expect("results have string keys only") + "\n";
@@ -47,7 +47,10 @@ impl OutputDirectory {
 
     /// Returns the figures of this run together with the papers' figures that an earlier run of this version stored.
     /// They are in the papers' order, followed by the user's own scenarios.
-    fn merge_with_earlier_figures(&self, new_figures: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
+    fn merge_with_earlier_figures(
+        &self,
+        new_figures: &[(FigureResult, FigureScenario)],
+    ) -> Vec<(FigureResult, FigureScenario)> {
         let find_new_figure = |name: &str| new_figures.iter().find(|(result, _)| result.name == name).cloned();
         let paper_results = self.paper_scenarios.iter().filter_map(|figure| {
             let load_earlier_figure =
@@ -61,7 +64,7 @@ impl OutputDirectory {
     }
 
     /// Returns the last line that a run prints: the numbers of figures and claims, and the path of the page.
-    pub fn format_summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
+    pub fn format_summary(&self, figures: &[(FigureResult, FigureScenario)]) -> String {
         let claim_count: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
         let holding_claim_count: usize = figures.iter().map(|(result, _)| result.holding_claim_count()).sum();
         let failing_claim_count = claim_count - holding_claim_count;

@@ -4,13 +4,13 @@ use anyhow::ensure;
 use coreward_config::Spanned;
 
 use crate::figure::point::is_same_x;
-use crate::figure::scenario::Scenario;
+use crate::figure::scenario::FigureScenario;
 use crate::names::UnknownName;
 
 /// Command-line options that override settings of a live figure's scenario.
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Live figures, smaller")]
-pub struct Overrides {
+pub struct LiveFigureOverrides {
     /// Number of runs of each point
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100),
         conflicts_with_all = ["all", "list", "scenario"])]
@@ -31,7 +31,7 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
     valid_seconds.ok_or_else(|| "expected a number from 0.1 to 3600".to_owned())
 }
 
-impl Overrides {
+impl LiveFigureOverrides {
     fn is_empty(&self) -> bool {
         self.runs.is_none() && self.seconds.is_none() && self.series.is_empty() && self.points.is_empty()
     }
@@ -58,7 +58,7 @@ impl Overrides {
 
     /// Applies the overrides to the scenario, and removes claims that need omitted series or points. Fails when the
     /// figure is not live, or when its scenario lacks a selected series or point.
-    pub fn apply(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
+    pub fn apply_to_scenario(&self, scenario: &mut FigureScenario) -> anyhow::Result<()> {
         if self.is_empty() {
             return Ok(());
         }
@@ -79,8 +79,8 @@ impl Overrides {
         Ok(())
     }
 
-    fn retain_selected_points(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
-        let unscaled_points = |scale: f64| self.points.iter().map(move |point| point / scale);
+    fn retain_selected_points(&self, scenario: &mut FigureScenario) -> anyhow::Result<()> {
+        let unscale_points = |scale: f64| self.points.iter().map(move |point| point / scale);
         for point in &self.points {
             let mut sweeps = scenario.panel.iter().filter_map(|panel| panel.x.as_ref());
             let is_on_an_axis =
@@ -92,13 +92,13 @@ impl Overrides {
         }
         for sweep in scenario.panel.iter_mut().filter_map(|panel| panel.x.as_mut()) {
             let scale = sweep.scale;
-            sweep.values.retain(|value| unscaled_points(scale).any(|point| is_same_x(*value, point)));
+            sweep.values.retain(|value| unscale_points(scale).any(|point| is_same_x(*value, point)));
         }
         scenario.panel.retain(|panel| panel.x.as_ref().is_none_or(|sweep| !sweep.values.is_empty()));
         Ok(())
     }
 
-    fn retain_selected_series(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
+    fn retain_selected_series(&self, scenario: &mut FigureScenario) -> anyhow::Result<()> {
         if self.series.is_empty() {
             return Ok(());
         }
@@ -109,16 +109,16 @@ impl Overrides {
                 return Err(UnknownName::new("series", label, labels).into());
             }
         }
-        let is_selected = |label: &Spanned<String>| self.series.contains(label.get_ref());
+        let is_selected_label = |label: &Spanned<String>| self.series.contains(label.get_ref());
         for panel in &mut scenario.panel {
             if panel.series.is_empty() {
                 panel.series = scenario.series.iter().map(|series| series.label.clone()).collect();
             }
-            panel.series.retain(&is_selected);
+            panel.series.retain(&is_selected_label);
         }
         scenario.panel.retain(|panel| !panel.series.is_empty());
-        scenario.series.retain(|series| is_selected(&series.label));
-        scenario.published.retain(|published_curve| is_selected(&published_curve.series));
+        scenario.series.retain(|series| is_selected_label(&series.label));
+        scenario.published.retain(|published_curve| is_selected_label(&published_curve.series));
         Ok(())
     }
 }
@@ -132,7 +132,7 @@ mod tests {
     const LIVE_AND_SIMULATED_TOML: &str = include_str!("../../../tests/integration/compared-live.toml");
 
     #[derive(clap::Parser)]
-    struct Cli {
+    struct OverridesTestCli {
         #[arg(long)]
         all: bool,
         #[arg(long)]
@@ -140,17 +140,17 @@ mod tests {
         #[arg(long)]
         scenario: bool,
         #[command(flatten)]
-        overrides: Overrides,
+        overrides: LiveFigureOverrides,
     }
 
-    fn apply_overrides(arguments: &[&str]) -> anyhow::Result<(Scenario, String)> {
-        let overrides = Cli::parse_from(["figure"].iter().chain(arguments)).overrides;
-        let mut scenario = Scenario::parse("s.toml", LIVE_AND_SIMULATED_TOML)?;
-        overrides.apply(&mut scenario)?;
+    fn apply_overrides(arguments: &[&str]) -> anyhow::Result<(FigureScenario, String)> {
+        let overrides = OverridesTestCli::parse_from(["figure"].iter().chain(arguments)).overrides;
+        let mut scenario = FigureScenario::parse("s.toml", LIVE_AND_SIMULATED_TOML)?;
+        overrides.apply_to_scenario(&mut scenario)?;
         Ok((scenario, overrides.to_command_line_options()))
     }
 
-    fn claim_statements(scenario: &Scenario) -> Vec<&str> {
+    fn claim_statements(scenario: &FigureScenario) -> Vec<&str> {
         scenario.claim.iter().map(|claim| claim.statement.get_ref().as_str()).collect()
     }
 
@@ -170,11 +170,20 @@ mod tests {
 
     #[test]
     fn invalid_overrides_are_rejected() {
-        let override_error = |arguments: &[&str]| apply_overrides(arguments).unwrap_err().to_string();
-        assert_eq!(override_error(&["--points", "50"]), "--points 50: expected points of the figure's horizontal axes");
-        assert!(override_error(&["--series", "jsk"]).contains("did you mean jsq"));
+        let expect_override_error = |arguments: &[&str]| apply_overrides(arguments).unwrap_err().to_string();
+        assert_eq!(
+            expect_override_error(&["--points", "50"]),
+            "--points 50: expected points of the figure's horizontal axes"
+        );
+        assert!(expect_override_error(&["--series", "jsk"]).contains("did you mean jsq"));
         let mut simulated_scenario = crate::figure::library::simulated_figures()[0].parse_scenario().unwrap();
-        let overrides = Cli::parse_from(["figure", "--runs", "1"]).overrides;
-        assert!(overrides.apply(&mut simulated_scenario).unwrap_err().to_string().contains("expected a live figure"));
+        let overrides = OverridesTestCli::parse_from(["figure", "--runs", "1"]).overrides;
+        assert!(
+            overrides
+                .apply_to_scenario(&mut simulated_scenario)
+                .unwrap_err()
+                .to_string()
+                .contains("expected a live figure")
+        );
     }
 }

@@ -9,7 +9,7 @@ use parking_lot::{Mutex, MutexGuard};
 use super::RequestedFigure;
 use crate::figure::live::{LiveFigure, ProgressCallback};
 use crate::figure::result::FigureResult;
-use crate::figure::scenario::Scenario;
+use crate::figure::scenario::FigureScenario;
 use crate::figure::table::FigureTable;
 use crate::figure::{live, run};
 
@@ -19,26 +19,26 @@ const INTERRUPT_EXIT_CODE: i32 = 130;
 /// State that the session shares with its signal handler. It is locked while files are written, so that no signal ends
 /// the process between two files of a figure.
 #[derive(Debug, Default)]
-struct SessionState {
+struct FigureSessionState {
     /// Function that makes the running measurement clean up and return. If it is absent, a signal ends the process at
     /// once.
     interrupt_measurement: Option<fn()>,
     is_interrupted: bool,
 }
 
-pub struct Session {
-    state: Arc<Mutex<SessionState>>,
+pub struct FigureSession {
+    state: Arc<Mutex<FigureSessionState>>,
 }
 
-fn lock_state(state: &Mutex<SessionState>) -> MutexGuard<'_, SessionState> {
+fn lock_state(state: &Mutex<FigureSessionState>) -> MutexGuard<'_, FigureSessionState> {
     state.lock()
 }
 
-impl Session {
+impl FigureSession {
     /// Installs the signal handlers of a run. SIGINT, SIGTERM and SIGHUP then end the process only after all files of a
     /// figure are written or a measurement has cleaned up. Fails when signals cannot be handled.
     pub fn begin() -> anyhow::Result<Self> {
-        let state = Arc::new(Mutex::new(SessionState::default()));
+        let state = Arc::new(Mutex::new(FigureSessionState::default()));
         let handler_state = Arc::clone(&state);
         ctrlc::set_handler(move || {
             let mut state = lock_state(&handler_state);
@@ -64,7 +64,7 @@ impl Session {
             progress_bar.set_position(finished_count as u64);
         };
         let (table, provenance) = match &figure.live_figure {
-            None => (run::run(&figure.scenario, &report_progress), figure.provenance.clone()),
+            None => (run::simulate_scenario(&figure.scenario, &report_progress), figure.provenance.clone()),
             Some(live_figure) => (
                 self.measure_live_figure(live_figure, &figure.scenario, &report_progress),
                 figure.provenance.clone().with_machine(live::describe_machine()),
@@ -80,7 +80,7 @@ impl Session {
     fn measure_live_figure(
         &self,
         live_figure: &LiveFigure,
-        scenario: &Scenario,
+        scenario: &FigureScenario,
         report_progress: ProgressCallback<'_>,
     ) -> anyhow::Result<FigureTable> {
         lock_state(&self.state).interrupt_measurement = live_figure.interrupt_measurement;

@@ -16,7 +16,7 @@ const MARKER_RADIUS_PX: i32 = 4;
 
 /// Point of a text that is placed at the position given to [`draw_text`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Anchor {
+pub enum TextAnchor {
     /// Middle of the text's left edge.
     Left,
     /// Middle of the text's top edge.
@@ -36,17 +36,17 @@ pub fn draw_text(
     position: (i32, i32),
     size_px: u32,
     colour: RGBColor,
-    anchor: Anchor,
+    anchor: TextAnchor,
 ) -> DrawResult {
     let alignment = match anchor {
-        Anchor::Left => Pos::new(HPos::Left, VPos::Center),
-        Anchor::Top => Pos::new(HPos::Center, VPos::Top),
-        Anchor::Bottom => Pos::new(HPos::Center, VPos::Bottom),
-        Anchor::Right => Pos::new(HPos::Right, VPos::Center),
-        Anchor::CentreOfUpwardText => Pos::new(HPos::Center, VPos::Center),
+        TextAnchor::Left => Pos::new(HPos::Left, VPos::Center),
+        TextAnchor::Top => Pos::new(HPos::Center, VPos::Top),
+        TextAnchor::Bottom => Pos::new(HPos::Center, VPos::Bottom),
+        TextAnchor::Right => Pos::new(HPos::Right, VPos::Center),
+        TextAnchor::CentreOfUpwardText => Pos::new(HPos::Center, VPos::Center),
     };
     let font = ("sans-serif", size_px).into_font();
-    let font = if anchor == Anchor::CentreOfUpwardText { font.transform(FontTransform::Rotate270) } else { font };
+    let font = if anchor == TextAnchor::CentreOfUpwardText { font.transform(FontTransform::Rotate270) } else { font };
     let style = TextStyle::from(font).color(&colour).pos(alignment);
     area.draw(&Text::new(text.to_owned(), position, style))
 }

@@ -9,23 +9,23 @@ mod style;
 
 use plotters::prelude::*;
 
-use super::scenario::Scenario;
+use super::scenario::FigureScenario;
 use super::table::FigureTable;
-use canvas::{Anchor, DrawResult, SvgArea, draw_text};
+use canvas::{DrawResult, SvgArea, TextAnchor, draw_text};
 
 const PANEL_SIZE_PX: (i32, i32) = (520, 390);
 const SINGLE_PANEL_SIZE_PX: (i32, i32) = (900, 460);
 /// Maximum number of panels side by side in a picture.
 const MAX_PANEL_COLUMNS: usize = 2;
-const MARGIN_PX: i32 = 14;
+const FIGURE_MARGIN_PX: i32 = 14;
 
-pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
+pub fn render_svg(scenario: &FigureScenario, table: &FigureTable) -> String {
     let (width, title_lines) = picture_width_and_title_lines(scenario);
     let panel_size = if scenario.panel.len() == 1 { SINGLE_PANEL_SIZE_PX } else { PANEL_SIZE_PX };
     let row_count = scenario.panel.len().div_ceil(MAX_PANEL_COLUMNS) as i32;
-    let legend = legend::Legend::new(scenario, table, width - 2 * MARGIN_PX);
-    let title_height = title_lines.len() as i32 * (style::TITLE_FONT_SIZE_PX as i32 + 5) + MARGIN_PX;
-    let height = title_height + row_count * panel_size.1 + legend.height() + MARGIN_PX;
+    let legend = legend::FigureLegend::new(scenario, table, width - 2 * FIGURE_MARGIN_PX);
+    let title_height = title_lines.len() as i32 * (style::TITLE_FONT_SIZE_PX as i32 + 5) + FIGURE_MARGIN_PX;
+    let height = title_height + row_count * panel_size.1 + legend.height_px() + FIGURE_MARGIN_PX;
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, (width as u32, height as u32)).into_drawing_area();
@@ -37,28 +37,28 @@ pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
 }
 
 /// Returns the picture's width (pixels) and the lines into which its title is broken.
-fn picture_width_and_title_lines(scenario: &Scenario) -> (i32, Vec<String>) {
+fn picture_width_and_title_lines(scenario: &FigureScenario) -> (i32, Vec<String>) {
     let width = match scenario.panel.len() {
         1 => SINGLE_PANEL_SIZE_PX.0,
         panel_count => PANEL_SIZE_PX.0 * panel_count.min(MAX_PANEL_COLUMNS) as i32,
     };
-    (width, style::wrap_text_evenly(&scenario.title, style::TITLE_FONT_SIZE_PX, width - 2 * MARGIN_PX))
+    (width, style::wrap_text_evenly(&scenario.title, style::TITLE_FONT_SIZE_PX, width - 2 * FIGURE_MARGIN_PX))
 }
 
 fn draw_figure(
     area: &SvgArea<'_>,
-    scenario: &Scenario,
+    scenario: &FigureScenario,
     table: &FigureTable,
     title_lines: &[String],
     title_height: i32,
     panel_size: (i32, i32),
-    legend: &legend::Legend,
+    legend: &legend::FigureLegend,
 ) -> DrawResult {
     area.fill(&WHITE)?;
     let middle_x = area.dim_in_pixel().0 as i32 / 2;
     for (index, line) in title_lines.iter().enumerate() {
-        let y = MARGIN_PX + index as i32 * (style::TITLE_FONT_SIZE_PX as i32 + 5);
-        draw_text(area, line, (middle_x, y), style::TITLE_FONT_SIZE_PX, style::TEXT_COLOUR, Anchor::Top)?;
+        let y = FIGURE_MARGIN_PX + index as i32 * (style::TITLE_FONT_SIZE_PX as i32 + 5);
+        draw_text(area, line, (middle_x, y), style::TITLE_FONT_SIZE_PX, style::TEXT_COLOUR, TextAnchor::Top)?;
     }
     for (index, (panel, panel_table)) in scenario.panel.iter().zip(&table.panels).enumerate() {
         let (column, row) = ((index % MAX_PANEL_COLUMNS) as i32, (index / MAX_PANEL_COLUMNS) as i32);
@@ -66,6 +66,6 @@ fn draw_figure(
         panel::PanelFrame::new(scenario, panel, panel_table, origin, panel_size).draw(area)?;
     }
     let row_count = scenario.panel.len().div_ceil(MAX_PANEL_COLUMNS) as i32;
-    legend.draw(area, (MARGIN_PX, title_height + row_count * panel_size.1))?;
+    legend.draw(area, (FIGURE_MARGIN_PX, title_height + row_count * panel_size.1))?;
     area.present()
 }

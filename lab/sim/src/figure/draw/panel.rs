@@ -2,14 +2,16 @@
 
 use plotters::prelude::*;
 
-use super::canvas::{Anchor, DrawResult, SvgArea, draw_dashed_line, draw_line, draw_marker, draw_text, draw_whisker};
+use super::canvas::{
+    DrawResult, SvgArea, TextAnchor, draw_dashed_line, draw_line, draw_marker, draw_text, draw_whisker,
+};
 use super::scale::AxisScale;
 use super::style::{
     self, GRID_COLOUR, REFERENCE_LINE_COLOUR, SMALL_FONT_SIZE_PX, TEXT_COLOUR, TEXT_FONT_SIZE_PX, series_colour,
-    series_shape,
+    series_marker_shape,
 };
-use crate::figure::scenario::{Panel, PlotType, Scenario};
-use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, format_number};
+use crate::figure::scenario::{FigurePanel, FigureScenario, PlotType};
+use crate::figure::table::{CurveCell, FigureCurve, PanelTable, PublishedCell, format_number};
 
 /// Margin above the area that shows the data (pixels). The next constants are the margins to its right and below it.
 const TOP_MARGIN_PX: i32 = 34;
@@ -28,7 +30,7 @@ const MAX_LABELLED_BARS: usize = 18;
 
 /// Panel of a figure, prepared for drawing with its position in the picture and the scales of its axes.
 pub struct PanelFrame<'a> {
-    panel: &'a Panel,
+    panel: &'a FigurePanel,
     panel_table: &'a PanelTable,
     /// Style of each curve: the index of the series whose colour and shape it uses, and whether its markers are open.
     curve_styles: Vec<(usize, bool)>,
@@ -36,44 +38,50 @@ pub struct PanelFrame<'a> {
     y_scale: AxisScale,
     /// Left, top, right and bottom edges of the area that shows the data (pixels).
     data_area: (i32, i32, i32, i32),
-    origin: (i32, i32),
+    origin_px: (i32, i32),
 }
 
 /// Bar of a panel, with its value and its style.
-struct Bar {
-    value: f64,
+struct PanelBar {
+    bar_value: f64,
     /// Lowest and highest value, between which a whisker is drawn on the bar.
     value_range: Option<(f64, f64)>,
     series_index: usize,
     /// Whether only the bar's outline is drawn.
-    is_open: bool,
+    is_outline_only: bool,
 }
 
 impl<'a> PanelFrame<'a> {
-    /// Computes the layout of a panel of `size` pixels, whose top left corner is at `origin`.
+    /// Computes the layout of a panel of `size` pixels, whose top left corner is at `origin_px`.
     pub fn new(
-        scenario: &Scenario,
-        panel: &'a Panel,
+        scenario: &FigureScenario,
+        panel: &'a FigurePanel,
         panel_table: &'a PanelTable,
-        origin: (i32, i32),
+        origin_px: (i32, i32),
         size: (i32, i32),
     ) -> Self {
         let curve_styles = panel_table.curves.iter().map(|curve| {
-            let has_label_of_curve = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
+            let has_label_of_curve =
+                |series: &crate::figure::scenario::FigureSeries| *series.label.get_ref() == curve.label;
             scenario.series_style(scenario.series.iter().position(has_label_of_curve).unwrap_or(0))
         });
-        let (top_y, bottom_y) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
+        let (top_y, bottom_y) = (origin_px.1 + TOP_MARGIN_PX, origin_px.1 + size.1 - BOTTOM_MARGIN_PX);
         let reference_line_heights = panel.mark.iter().map(|reference_line| reference_line.y);
         let y_values: Vec<f64> =
             panel_table.curves.iter().flat_map(axis_y_values).chain(reference_line_heights).collect();
         let mut y_scale = AxisScale::new(&y_values, panel.y.range, panel.y.log, true, (bottom_y, top_y));
         if panel.draw == PlotType::Bars && panel.y.range.is_none() {
-            y_scale = y_scale.extended_by(BAR_HEADROOM_FRACTION);
+            y_scale = y_scale.with_raised_end(BAR_HEADROOM_FRACTION);
         }
-        let widest_label =
-            y_scale.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_FONT_SIZE_PX)).max().unwrap_or(0);
+        let widest_label = y_scale
+            .labelled_ticks()
+            .iter()
+            .map(|(_, label)| style::estimate_text_width_px(label, SMALL_FONT_SIZE_PX))
+            .max()
+            .unwrap_or(0);
         let right_margin = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { REFERENCE_LINE_RIGHT_MARGIN_PX };
-        let (left_x, right_x) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest_label, origin.0 + size.0 - right_margin);
+        let (left_x, right_x) =
+            (origin_px.0 + Y_LABEL_OFFSET_PX + 20 + widest_label, origin_px.0 + size.0 - right_margin);
         Self {
             panel,
             panel_table,
@@ -81,7 +89,7 @@ impl<'a> PanelFrame<'a> {
             x_scale: x_axis_scale(panel, panel_table, (left_x, right_x)),
             y_scale,
             data_area: (left_x, top_y, right_x, bottom_y),
-            origin,
+            origin_px,
         }
     }
 
@@ -105,32 +113,32 @@ impl<'a> PanelFrame<'a> {
         draw_text(
             area,
             self.panel.title.get_ref(),
-            (middle_x, self.origin.1 + 10),
+            (middle_x, self.origin_px.1 + 10),
             TEXT_FONT_SIZE_PX,
             TEXT_COLOUR,
-            Anchor::Top,
+            TextAnchor::Top,
         )?;
-        for (value, label) in self.y_scale.ticks() {
+        for (value, label) in self.y_scale.labelled_ticks() {
             let y = self.y_scale.to_pixel(value);
             draw_line(area, vec![(left_x, y), (right_x, y)], GRID_COLOUR.stroke_width(1))?;
-            draw_text(area, &label, (left_x - 8, y), SMALL_FONT_SIZE_PX, TEXT_COLOUR, Anchor::Right)?;
+            draw_text(area, &label, (left_x - 8, y), SMALL_FONT_SIZE_PX, TEXT_COLOUR, TextAnchor::Right)?;
         }
         draw_text(
             area,
             &self.panel.y.label,
-            (self.origin.0 + Y_LABEL_OFFSET_PX, (top_y + bottom_y) / 2),
+            (self.origin_px.0 + Y_LABEL_OFFSET_PX, (top_y + bottom_y) / 2),
             TEXT_FONT_SIZE_PX,
             TEXT_COLOUR,
-            Anchor::CentreOfUpwardText,
+            TextAnchor::CentreOfUpwardText,
         )?;
         for (x, label) in self.x_ticks() {
             if self.panel.draw == PlotType::Lines {
                 draw_line(area, vec![(x, bottom_y), (x, bottom_y + 5)], TEXT_COLOUR.stroke_width(1))?;
             }
-            draw_text(area, &label, (x, bottom_y + 9), SMALL_FONT_SIZE_PX, TEXT_COLOUR, Anchor::Top)?;
+            draw_text(area, &label, (x, bottom_y + 9), SMALL_FONT_SIZE_PX, TEXT_COLOUR, TextAnchor::Top)?;
         }
         if let Some(sweep) = &self.panel.x {
-            draw_text(area, &sweep.label, (middle_x, bottom_y + 32), TEXT_FONT_SIZE_PX, TEXT_COLOUR, Anchor::Top)?;
+            draw_text(area, &sweep.label, (middle_x, bottom_y + 32), TEXT_FONT_SIZE_PX, TEXT_COLOUR, TextAnchor::Top)?;
         }
         draw_line(area, vec![(left_x, top_y), (left_x, bottom_y), (right_x, bottom_y)], TEXT_COLOUR.stroke_width(1))?;
         self.draw_reference_lines(area)
@@ -147,7 +155,7 @@ impl<'a> PanelFrame<'a> {
                 (right_x + 6, y),
                 SMALL_FONT_SIZE_PX,
                 REFERENCE_LINE_COLOUR,
-                Anchor::Left,
+                TextAnchor::Left,
             )?;
         }
         Ok(())
@@ -156,7 +164,7 @@ impl<'a> PanelFrame<'a> {
     fn x_ticks(&self) -> Vec<(i32, String)> {
         match (self.panel.draw, &self.panel.x) {
             (PlotType::Lines, _) => {
-                self.x_scale.ticks().into_iter().map(|(x, label)| (self.x_scale.to_pixel(x), label)).collect()
+                self.x_scale.labelled_ticks().into_iter().map(|(x, label)| (self.x_scale.to_pixel(x), label)).collect()
             }
             (PlotType::Bars, None) => Vec::new(),
             (PlotType::Bars, Some(_)) => {
@@ -168,24 +176,24 @@ impl<'a> PanelFrame<'a> {
         }
     }
 
-    fn to_pixels(&self, points: &[(f64, f64)]) -> Vec<(i32, i32)> {
+    fn convert_to_pixels(&self, points: &[(f64, f64)]) -> Vec<(i32, i32)> {
         points.iter().map(|(x, y)| (self.x_scale.to_pixel(*x), self.y_scale.to_pixel(*y))).collect()
     }
 
-    fn draw_curve(&self, area: &SvgArea<'_>, cells: &[Cell], series_index: usize, is_open: bool) -> DrawResult {
+    fn draw_curve(&self, area: &SvgArea<'_>, cells: &[CurveCell], series_index: usize, is_open: bool) -> DrawResult {
         let colour = series_colour(series_index);
         let medians: Vec<(f64, f64)> = cells.iter().map(|cell| (cell.x, cell.spread.median)).collect();
         if cells.len() > MAX_MARKER_POINTS {
             let upper_edge = cells.iter().map(|cell| (cell.x, cell.spread.high));
             let lower_edge = cells.iter().rev().map(|cell| (cell.x, cell.spread.low));
-            let outline = self.to_pixels(&upper_edge.chain(lower_edge).collect::<Vec<_>>());
+            let outline = self.convert_to_pixels(&upper_edge.chain(lower_edge).collect::<Vec<_>>());
             area.draw(&Polygon::new(outline, colour.mix(0.15).filled()))?;
         }
         for segment in self.y_scale.clip_line(&medians) {
             if is_open {
-                draw_dashed_line(area, &self.to_pixels(&segment), colour.stroke_width(1))?;
+                draw_dashed_line(area, &self.convert_to_pixels(&segment), colour.stroke_width(1))?;
             } else {
-                draw_line(area, self.to_pixels(&segment), colour.stroke_width(2))?;
+                draw_line(area, self.convert_to_pixels(&segment), colour.stroke_width(2))?;
             }
         }
         if cells.len() > MAX_MARKER_POINTS {
@@ -198,7 +206,7 @@ impl<'a> PanelFrame<'a> {
             }
             if self.y_scale.is_visible(cell.spread.median) {
                 let position = (x, self.y_scale.to_pixel(cell.spread.median));
-                draw_marker(area, position, series_shape(series_index), colour, is_open)?;
+                draw_marker(area, position, series_marker_shape(series_index), colour, is_open)?;
             }
         }
         Ok(())
@@ -217,7 +225,7 @@ impl<'a> PanelFrame<'a> {
         let colour = series_colour(series_index);
         let points: Vec<(f64, f64)> = published_cells.iter().map(|cell| (cell.x, cell.y)).collect();
         for segment in self.y_scale.clip_line(&points) {
-            draw_dashed_line(area, &self.to_pixels(&segment), colour.stroke_width(1))?;
+            draw_dashed_line(area, &self.convert_to_pixels(&segment), colour.stroke_width(1))?;
         }
         if published_cells.len() > MAX_MARKER_POINTS {
             return Ok(());
@@ -229,7 +237,7 @@ impl<'a> PanelFrame<'a> {
             draw_marker(
                 area,
                 (self.x_scale.to_pixel(cell.x), self.y_scale.to_pixel(cell.y)),
-                series_shape(series_index),
+                series_marker_shape(series_index),
                 colour,
                 true,
             )?;
@@ -249,13 +257,19 @@ impl<'a> PanelFrame<'a> {
             for (curve, &(series_index, is_open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
                 if let Some(cell) = curve.cells.iter().find(|cell| cell.x == *x) {
                     let value_range = Some((cell.spread.low, cell.spread.high));
-                    let bar = Bar { value: cell.spread.median, value_range, series_index, is_open };
+                    let bar =
+                        PanelBar { bar_value: cell.spread.median, value_range, series_index, is_outline_only: is_open };
                     self.draw_bar(area, (bar_left, bar_left + bar_width), &bar, are_bars_labelled)?;
                 }
                 bar_left += bar_width;
                 if has_published_values {
                     if let Some(cell) = curve.published.iter().find(|cell| cell.x == *x) {
-                        let bar = Bar { value: cell.y, value_range: cell.spread, series_index, is_open: true };
+                        let bar = PanelBar {
+                            bar_value: cell.y,
+                            value_range: cell.spread,
+                            series_index,
+                            is_outline_only: true,
+                        };
                         self.draw_bar(area, (bar_left, bar_left + bar_width), &bar, are_bars_labelled)?;
                     }
                     bar_left += bar_width;
@@ -269,13 +283,13 @@ impl<'a> PanelFrame<'a> {
         &self,
         area: &SvgArea<'_>,
         (bar_left, bar_right): (f64, f64),
-        bar: &Bar,
+        bar: &PanelBar,
         is_labelled: bool,
     ) -> DrawResult {
         let (left_x, right_x) = (self.x_scale.to_pixel(bar_left) + 1, self.x_scale.to_pixel(bar_right) - 1);
-        let (base_y, top_y) = (self.y_scale.to_pixel(self.y_scale.min_value()), self.y_scale.to_pixel(bar.value));
+        let (base_y, top_y) = (self.y_scale.to_pixel(self.y_scale.min_value()), self.y_scale.to_pixel(bar.bar_value));
         let corners = [(left_x, top_y), (right_x, base_y)];
-        if bar.is_open {
+        if bar.is_outline_only {
             area.draw(&Rectangle::new(corners, series_colour(bar.series_index).stroke_width(2)))?;
         } else {
             area.draw(&Rectangle::new(corners, series_colour(bar.series_index).filled()))?;
@@ -289,11 +303,11 @@ impl<'a> PanelFrame<'a> {
         if is_labelled {
             draw_text(
                 area,
-                &format_bar_value(bar.value),
+                &format_bar_value(bar.bar_value),
                 (middle_x, label_y - 3),
                 SMALL_FONT_SIZE_PX,
                 TEXT_COLOUR,
-                Anchor::Bottom,
+                TextAnchor::Bottom,
             )?;
         }
         Ok(())
@@ -302,7 +316,7 @@ impl<'a> PanelFrame<'a> {
 
 /// Returns the scale of the panel's horizontal axis, drawn over `pixel_range`. In a bar chart, each group of bars has
 /// width 1.
-fn x_axis_scale(panel: &Panel, panel_table: &PanelTable, pixel_range: (i32, i32)) -> AxisScale {
+fn x_axis_scale(panel: &FigurePanel, panel_table: &PanelTable, pixel_range: (i32, i32)) -> AxisScale {
     match panel.draw {
         PlotType::Lines => {
             let x_values: Vec<f64> = panel_table.curves.iter().flat_map(x_values).collect();
@@ -327,7 +341,7 @@ fn format_bar_value(value: f64) -> String {
 }
 
 /// Returns all y values of a curve, measured and published, that the vertical axis must include.
-fn axis_y_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
+fn axis_y_values(curve: &FigureCurve) -> impl Iterator<Item = f64> + '_ {
     let cell_values = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
     let published_values = curve.published.iter().flat_map(|cell| {
         let (low, high) = cell.spread.unwrap_or((cell.y, cell.y));
@@ -336,7 +350,7 @@ fn axis_y_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
     cell_values.chain(published_values)
 }
 
-fn x_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
+fn x_values(curve: &FigureCurve) -> impl Iterator<Item = f64> + '_ {
     curve.cells.iter().map(|cell| cell.x).chain(curve.published.iter().map(|cell| cell.x))
 }
 

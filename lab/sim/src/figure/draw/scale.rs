@@ -5,13 +5,13 @@
 pub struct AxisScale {
     min_value: f64,
     max_value: f64,
-    is_log: bool,
+    is_logarithmic: bool,
     /// Pixel positions of the values `min_value` and `max_value`.
     pixel_range: (i32, i32),
 }
 
 /// Approximate number of ticks on a linear axis.
-const TICK_COUNT: f64 = 6.0;
+const LINEAR_TICK_COUNT: f64 = 6.0;
 /// Number of decades below which a logarithmic axis also gets ticks between the powers of ten.
 const MINOR_TICK_MAX_DECADES: f64 = 2.2;
 
@@ -21,29 +21,30 @@ impl AxisScale {
     pub fn new(
         values: &[f64],
         range: Option<[f64; 2]>,
-        is_log: bool,
+        is_logarithmic: bool,
         starts_at_zero: bool,
         pixel_range: (i32, i32),
     ) -> Self {
-        let usable_values = values.iter().copied().filter(|value| value.is_finite() && (!is_log || *value > 0.0));
+        let usable_values =
+            values.iter().copied().filter(|value| value.is_finite() && (!is_logarithmic || *value > 0.0));
         let (least, greatest) = usable_values.fold((f64::INFINITY, f64::NEG_INFINITY), |(least, greatest), value| {
             (least.min(value), greatest.max(value))
         });
         let (min_value, max_value) = match range {
             Some([min_value, max_value]) => (min_value, max_value),
-            None if least > greatest => (if is_log { 0.1 } else { 0.0 }, 1.0),
-            None if is_log => (least / 1.25, greatest * 1.25),
+            None if least > greatest => (if is_logarithmic { 0.1 } else { 0.0 }, 1.0),
+            None if is_logarithmic => (least / 1.25, greatest * 1.25),
             None => {
                 let margin = if greatest > least { (greatest - least) * 0.05 } else { greatest.abs().max(1.0) * 0.05 };
                 let min_value = if starts_at_zero && least >= 0.0 { 0.0 } else { least - margin };
                 (min_value, greatest + margin)
             }
         };
-        Self { min_value, max_value, is_log, pixel_range }
+        Self { min_value, max_value, is_logarithmic, pixel_range }
     }
 
     /// Returns the scale with its upper end raised by the given fraction of the axis's length.
-    pub fn extended_by(self, fraction: f64) -> Self {
+    pub fn with_raised_end(self, fraction: f64) -> Self {
         Self { max_value: self.value_at_fraction(1.0 + fraction), ..self }
     }
 
@@ -52,12 +53,12 @@ impl AxisScale {
     }
 
     fn axis_fraction(&self, value: f64) -> f64 {
-        let to_linear = |value: f64| if self.is_log { value.max(f64::MIN_POSITIVE).ln() } else { value };
+        let to_linear = |value: f64| if self.is_logarithmic { value.max(f64::MIN_POSITIVE).ln() } else { value };
         (to_linear(value) - to_linear(self.min_value)) / (to_linear(self.max_value) - to_linear(self.min_value))
     }
 
     fn value_at_fraction(&self, fraction: f64) -> f64 {
-        if self.is_log {
+        if self.is_logarithmic {
             self.min_value * (self.max_value / self.min_value).powf(fraction)
         } else {
             self.min_value + (self.max_value - self.min_value) * fraction
@@ -76,13 +77,13 @@ impl AxisScale {
     }
 
     /// Returns the values at which the axis has ticks, each with its label.
-    pub fn ticks(&self) -> Vec<(f64, String)> {
-        let values = if self.is_log { self.log_ticks() } else { self.linear_ticks() };
+    pub fn labelled_ticks(&self) -> Vec<(f64, String)> {
+        let values = if self.is_logarithmic { self.log_ticks() } else { self.linear_ticks() };
         values.into_iter().filter(|value| self.is_visible(*value)).map(|value| (value, format_tick(value))).collect()
     }
 
     fn linear_ticks(&self) -> Vec<f64> {
-        let min_step = (self.max_value - self.min_value) / TICK_COUNT;
+        let min_step = (self.max_value - self.min_value) / LINEAR_TICK_COUNT;
         let magnitude = 10f64.powf(min_step.log10().floor());
         let step = [1.0, 2.0, 5.0, 10.0].map(|nice| nice * magnitude).into_iter().find(|step| *step >= min_step);
         let step = step.unwrap_or(10.0 * magnitude);
@@ -148,7 +149,7 @@ mod tests {
     use super::*;
 
     fn tick_labels(scale: &AxisScale) -> Vec<String> {
-        scale.ticks().into_iter().map(|(_, label)| label).collect()
+        scale.labelled_ticks().into_iter().map(|(_, label)| label).collect()
     }
 
     #[test]

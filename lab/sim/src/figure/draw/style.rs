@@ -45,7 +45,7 @@ pub enum MarkerShape {
     TriangleDown,
 }
 
-pub fn series_shape(index: usize) -> MarkerShape {
+pub fn series_marker_shape(index: usize) -> MarkerShape {
     [MarkerShape::Circle, MarkerShape::Square, MarkerShape::TriangleUp, MarkerShape::Diamond, MarkerShape::TriangleDown]
         [index % 5]
 }
@@ -64,7 +64,7 @@ impl MarkerShape {
 }
 
 /// Returns the estimated width of a text (pixels). It includes a margin because the SVG's viewer chooses the font.
-pub fn text_width(text: &str, font_size: u32) -> i32 {
+pub fn estimate_text_width_px(text: &str, font_size: u32) -> i32 {
     (text.chars().count() as f64 * f64::from(font_size) * 0.5).ceil() as i32
 }
 
@@ -74,7 +74,9 @@ pub fn wrap_text(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
     for word in text.split_whitespace() {
         match lines.last_mut() {
             Some(line)
-                if text_width(line, font_size) + text_width(word, font_size) + text_width(" ", font_size)
+                if estimate_text_width_px(line, font_size)
+                    + estimate_text_width_px(word, font_size)
+                    + estimate_text_width_px(" ", font_size)
                     <= max_width =>
             {
                 line.push(' ');
@@ -89,7 +91,7 @@ pub fn wrap_text(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
 /// Breaks `text` into as many lines as [`wrap_text`], but of similar length, so that the last is not a single word.
 pub fn wrap_text_evenly(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
     let line_count = wrap_text(text, font_size, max_width).len() as i32;
-    let min_width = text_width(text, font_size) / line_count;
+    let min_width = estimate_text_width_px(text, font_size) / line_count;
     let fitting_width = (min_width..max_width)
         .step_by(font_size as usize)
         .find(|line_width| wrap_text(text, font_size, *line_width).len() as i32 <= line_count);

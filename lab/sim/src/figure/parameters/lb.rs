@@ -3,10 +3,10 @@
 use coreward_model::fleet::IndirectionTableDraw;
 use serde::Deserialize;
 
-use super::{ParameterError, ParsedText, parameters, to_integer};
-use crate::figure::axes::{Metric, SweepAxis};
-use crate::figure::job::{Job, ValueQuery};
-use crate::lb::Config;
+use super::{ParsedTextParameter, ScenarioParameterError, parameters, to_integer};
+use crate::figure::axes::{FigureMetric, SweepAxis};
+use crate::figure::job::{OutcomeValueQuery, SimulationJob};
+use crate::lb::LbSimulationConfig;
 use crate::trace::TraceSource;
 
 /// Name of load balancer simulations in scenario files.
@@ -15,7 +15,7 @@ pub const SIMULATION_KIND: &str = "lb";
 /// Assignment of the entries of a server's RSS indirection table to its cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum IndirectionTables {
+pub enum IndirectionTableAssignment {
     /// Each core has the same number of entries.
     Balanced,
     /// Each entry has an independently drawn random core, as in CrossRSS.
@@ -28,14 +28,14 @@ parameters! {
         /// Policy by which the load balancer assigns connections to servers.
         pub policy: String,
         /// Capture, arrival log or generator from which the traffic comes.
-        pub trace: ParsedText<TraceSource>,
+        pub trace: ParsedTextParameter<TraceSource>,
         /// Number of servers behind the load balancer.
         pub servers: u16,
         pub cores: u16,
         /// Number of packets that each core can serve per second. Unlimited by default.
         pub core_capacity: f64,
         /// Assignment of the entries of a server's RSS indirection table to its cores. The default is `balanced`.
-        pub indirection_tables: IndirectionTables,
+        pub indirection_tables: IndirectionTableAssignment,
         /// Replay speed relative to the recorded speed of the trace.
         pub replay_speed: f64,
         /// Number of rack controllers between the servers and the controller. There are none by default.
@@ -48,13 +48,13 @@ parameters! {
 }
 
 impl LbParameters {
-    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ScenarioParameterError> {
         let mut parameters = self.clone();
         match sweep_axis {
             SweepAxis::SpeedPct => parameters.replay_speed = Some(value / 100.0),
             SweepAxis::RackCandidates => parameters.rack_candidates = Some(to_integer(sweep_axis, value)?),
             SweepAxis::TableDelayMs => parameters.table_delay_ms = Some(to_integer(sweep_axis, value)?),
-            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
+            _ => return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
         }
         Ok(parameters)
     }
@@ -63,25 +63,25 @@ impl LbParameters {
     /// the traffic for all `policies`, and for all seeds if they have the same traffic.
     pub fn build_job(
         &self,
-        measure: Metric,
+        measure: FigureMetric,
         seed: u64,
         seeds: u64,
         policies: &[String],
-    ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
-        let policy = self.policy.clone().ok_or(missing_error("policy"))?;
-        let default_config = Config::default();
-        let trace = self.trace.clone().ok_or(missing_error("trace"))?.0;
-        let config = Config {
+    ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
+        let build_missing_error = |parameter| ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter };
+        let policy = self.policy.clone().ok_or(build_missing_error("policy"))?;
+        let default_config = LbSimulationConfig::default();
+        let trace = self.trace.clone().ok_or(build_missing_error("trace"))?.0;
+        let config = LbSimulationConfig {
             seeds: if trace.varies_with_seed() { vec![seed] } else { (1..=seeds).collect() },
             trace,
-            servers: self.servers.ok_or(missing_error("servers"))?,
-            cores_per_server: self.cores.ok_or(missing_error("cores"))?,
+            servers: self.servers.ok_or(build_missing_error("servers"))?,
+            cores_per_server: self.cores.ok_or(build_missing_error("cores"))?,
             core_capacity_pps: self.core_capacity,
             replay_speed: self.replay_speed.unwrap_or(default_config.replay_speed),
             indirection_table_draw: match self.indirection_tables {
-                Some(IndirectionTables::Independent) => IndirectionTableDraw::Independent,
-                Some(IndirectionTables::Balanced) | None => IndirectionTableDraw::Balanced,
+                Some(IndirectionTableAssignment::Independent) => IndirectionTableDraw::Independent,
+                Some(IndirectionTableAssignment::Balanced) | None => IndirectionTableDraw::Balanced,
             },
             policies: policies.to_vec(),
             rack_controller_count: self.racks,
@@ -90,11 +90,17 @@ impl LbParameters {
             table_delay_ms: self.table_delay_ms.unwrap_or(default_config.table_delay_ms),
             ..default_config
         };
-        config.check().map_err(|error| ParameterError::RejectedConfig(error.to_string()))?;
-        let is_measured = matches!(measure, Metric::ServerVariancePct | Metric::CoreVariancePct | Metric::ServedPct);
+        config.check().map_err(|error| ScenarioParameterError::RejectedConfig(error.to_string()))?;
+        let is_measured = matches!(
+            measure,
+            FigureMetric::ServerVariancePct | FigureMetric::CoreVariancePct | FigureMetric::ServedPct
+        );
         if !is_measured {
-            return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
+            return Err(ScenarioParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
-        Ok(Some((Job::Lb(config), ValueQuery { policy: Some(policy), seed, ..ValueQuery::for_metric(measure) })))
+        Ok(Some((
+            SimulationJob::Lb(config),
+            OutcomeValueQuery { policy: Some(policy), seed, ..OutcomeValueQuery::for_metric(measure) },
+        )))
     }
 }

@@ -13,14 +13,14 @@ use serde::{Deserialize, Deserializer, de};
 pub use lb::LbParameters;
 pub use path::PathParameters;
 pub use pcc::PccParameters;
-pub use rpc::{RpcParameters, throughput};
+pub use rpc::{RpcParameters, throughput_at_load};
 
-use super::axes::{Metric, SweepAxis};
+use super::axes::{FigureMetric, SweepAxis};
 use crate::names::UnknownName;
 
 /// Reason why parameters are invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum ParameterError {
+pub enum ScenarioParameterError {
     /// A required parameter is set nowhere.
     #[error("`{kind}.{parameter}` is missing: expected in [{kind}], in the panel or in the series")]
     Missing { kind: &'static str, parameter: &'static str },
@@ -37,7 +37,7 @@ pub enum ParameterError {
     InvalidValue { sweep_axis: SweepAxis, value: f64 },
     /// The panel shows a metric that this kind of simulation does not measure.
     #[error("a simulation of kind `{kind}` does not measure `{}`", variant_name(measure))]
-    NotMeasured { kind: &'static str, measure: Metric },
+    NotMeasured { kind: &'static str, measure: FigureMetric },
     /// The simulator rejected the configuration with this error message.
     #[error("{0}")]
     RejectedConfig(String),
@@ -55,9 +55,9 @@ fn variant_name(variant: &impl std::fmt::Debug) -> String {
 
 /// Parameter that is parsed from the same text as on the command line.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ParsedText<T>(pub T);
+pub struct ParsedTextParameter<T>(pub T);
 
-impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for ParsedText<T> {
+impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for ParsedTextParameter<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         text.parse().map(Self).map_err(de::Error::custom)
@@ -66,9 +66,9 @@ impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for ParsedText<T>
 
 /// Parameter whose value is one of a few named choices, as on the command line.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct NamedChoice<T>(pub T);
+pub struct NamedChoiceParameter<T>(pub T);
 
-impl<'de, T: clap::ValueEnum> Deserialize<'de> for NamedChoice<T> {
+impl<'de, T: clap::ValueEnum> Deserialize<'de> for NamedChoiceParameter<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         let choice_names =
@@ -98,8 +98,8 @@ macro_rules! parameters {
 use parameters;
 
 /// Returns `value` as an integer. Fails when it has a fraction or does not fit into `T`.
-fn to_integer<T: TryFrom<u64>>(sweep_axis: SweepAxis, value: f64) -> Result<T, ParameterError> {
-    let invalid_value_error = ParameterError::InvalidValue { sweep_axis, value };
+fn to_integer<T: TryFrom<u64>>(sweep_axis: SweepAxis, value: f64) -> Result<T, ScenarioParameterError> {
+    let invalid_value_error = ScenarioParameterError::InvalidValue { sweep_axis, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {
         return Err(invalid_value_error);
     }

@@ -1,10 +1,10 @@
 //! Parameters of simulations in which a load balancer places connections and servers queue their requests at cores.
 
-use super::{ParameterError, ParsedText, parameters, to_integer};
-use crate::figure::axes::{Metric, SweepAxis};
-use crate::figure::job::{Job, ValueQuery};
-use crate::path::{Config, ReportPhase};
-use crate::rpc::{Policy, ServiceTimeDistribution};
+use super::{ParsedTextParameter, ScenarioParameterError, parameters, to_integer};
+use crate::figure::axes::{FigureMetric, SweepAxis};
+use crate::figure::job::{OutcomeValueQuery, SimulationJob};
+use crate::path::{PathSimulationConfig, ReportPhase};
+use crate::rpc::{CoreSelectionPolicy, ServiceTimeDistribution};
 
 /// Name of simulations of the whole request path in scenario files.
 pub const SIMULATION_KIND: &str = "path";
@@ -16,12 +16,12 @@ parameters! {
         /// Policy by which the load balancer assigns connections to servers.
         pub policy: String,
         /// Policy by which a server assigns requests to its cores.
-        pub dispatch: ParsedText<Policy>,
+        pub dispatch: ParsedTextParameter<CoreSelectionPolicy>,
         /// Number of servers behind the load balancer.
         pub servers: u16,
         pub cores: u16,
         /// Distribution of the requests' service times.
-        pub service: ParsedText<ServiceTimeDistribution>,
+        pub service: ParsedTextParameter<ServiceTimeDistribution>,
         /// Duration of the short service time, which is the unit of other times (us).
         pub unit_us: f64,
         /// One-way latency between NIC and cores.
@@ -44,52 +44,59 @@ parameters! {
 }
 
 impl PathParameters {
-    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ScenarioParameterError> {
         let mut parameters = self.clone();
         match sweep_axis {
             SweepAxis::Load => parameters.load = Some(value),
             SweepAxis::Servers => parameters.servers = Some(to_integer(sweep_axis, value)?),
             SweepAxis::Cores => parameters.cores = Some(to_integer(sweep_axis, value)?),
             SweepAxis::RequestsPerServer => parameters.load = Some(self.load_from_request_rate(value)?),
-            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
+            _ => return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
         }
         Ok(parameters)
     }
 
     /// Returns the load, as a fraction of capacity, that `requests_per_s` requests per second cause on each server.
-    fn load_from_request_rate(&self, requests_per_s: f64) -> Result<f64, ParameterError> {
-        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
-        let mean_service_time = self.service.as_ref().ok_or(missing_error("service"))?.0.mean();
-        let mean_service_us = mean_service_time * self.unit_us.ok_or(missing_error("unit_us"))?;
-        Ok(requests_per_s * mean_service_us / 1e6 / f64::from(self.cores.ok_or(missing_error("cores"))?))
+    fn load_from_request_rate(&self, requests_per_s: f64) -> Result<f64, ScenarioParameterError> {
+        let build_missing_error = |parameter| ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter };
+        let mean_service_time = self.service.as_ref().ok_or(build_missing_error("service"))?.0.mean();
+        let mean_service_us = mean_service_time * self.unit_us.ok_or(build_missing_error("unit_us"))?;
+        Ok(requests_per_s * mean_service_us / 1e6 / f64::from(self.cores.ok_or(build_missing_error("cores"))?))
     }
 
     /// Returns the run that measures a metric, and the query that selects its value from the outcome.
-    pub fn build_job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
-        if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {
-            return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
+    pub fn build_job(
+        &self,
+        measure: FigureMetric,
+        seed: u64,
+    ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
+        let build_missing_error = |parameter| ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter };
+        if !matches!(
+            measure,
+            FigureMetric::P99 | FigureMetric::Mean | FigureMetric::ServerVariancePct | FigureMetric::CoreVariancePct
+        ) {
+            return Err(ScenarioParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
-        let default_config = Config::default();
-        let config = Config {
-            policies: vec![self.policy.clone().ok_or(missing_error("policy"))?],
-            dispatch_policies: vec![self.dispatch.clone().ok_or(missing_error("dispatch"))?.0],
-            servers: self.servers.ok_or(missing_error("servers"))?,
-            cores_per_server: self.cores.ok_or(missing_error("cores"))?,
-            service: self.service.clone().ok_or(missing_error("service"))?.0,
-            unit_us: self.unit_us.ok_or(missing_error("unit_us"))?,
-            load: self.load.ok_or(missing_error("load"))?,
+        let default_config = PathSimulationConfig::default();
+        let config = PathSimulationConfig {
+            policies: vec![self.policy.clone().ok_or(build_missing_error("policy"))?],
+            dispatch_policies: vec![self.dispatch.clone().ok_or(build_missing_error("dispatch"))?.0],
+            servers: self.servers.ok_or(build_missing_error("servers"))?,
+            cores_per_server: self.cores.ok_or(build_missing_error("cores"))?,
+            service: self.service.clone().ok_or(build_missing_error("service"))?.0,
+            unit_us: self.unit_us.ok_or(build_missing_error("unit_us"))?,
+            offered_load: self.load.ok_or(build_missing_error("load"))?,
             interface_latency: self.latency.unwrap_or(default_config.interface_latency),
             requests_per_connection: self.requests_per_connection.unwrap_or(default_config.requests_per_connection),
             request_gap: self.request_gap.unwrap_or(default_config.request_gap),
             report_interval_ms: self.report_ms.unwrap_or(default_config.report_interval_ms),
             report_phase: self.report_phase.unwrap_or(default_config.report_phase),
             window_ms: self.window_ms.unwrap_or(default_config.window_ms),
-            seconds: self.seconds.ok_or(missing_error("seconds"))?,
+            arrival_seconds: self.seconds.ok_or(build_missing_error("seconds"))?,
             seeds: vec![seed],
             ..default_config
         };
-        config.check().map_err(|error| ParameterError::RejectedConfig(error.to_string()))?;
-        Ok(Some((Job::Path(config), ValueQuery { seed, ..ValueQuery::for_metric(measure) })))
+        config.check().map_err(|error| ScenarioParameterError::RejectedConfig(error.to_string()))?;
+        Ok(Some((SimulationJob::Path(config), OutcomeValueQuery { seed, ..OutcomeValueQuery::for_metric(measure) })))
     }
 }

@@ -2,10 +2,12 @@
 
 use serde::Deserialize;
 
-use super::{NamedChoice, ParameterError, ParsedText, parameters, to_integer};
-use crate::figure::axes::{Metric, SweepAxis};
-use crate::figure::job::{Job, ValueQuery};
-use crate::pcc::{ArrivalProcess, ClusterUpdates, Config, LoadInfo, MAX_INDEX_BITS, MAX_TAG_BITS, Method};
+use super::{NamedChoiceParameter, ParsedTextParameter, ScenarioParameterError, parameters, to_integer};
+use crate::figure::axes::{FigureMetric, SweepAxis};
+use crate::figure::job::{OutcomeValueQuery, SimulationJob};
+use crate::pcc::{
+    ArrivalProcess, BalancingMethod, ClusterUpdates, LoadInfo, MAX_INDEX_BITS, MAX_TAG_BITS, PccSimulationConfig,
+};
 
 /// Name of simulations of per-connection consistency in scenario files.
 pub const SIMULATION_KIND: &str = "pcc";
@@ -13,7 +15,7 @@ pub const SIMULATION_KIND: &str = "pcc";
 /// Published experiment that supplies the default parameters of a scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Experiment {
+pub enum PublishedExperiment {
     /// Cluster that Cheetah's paper simulates (NSDI'20, Sect. 2.1).
     CheetahSimulations,
     /// Experiment of Cheetah's Figure 9, in which servers change at the paper's times and results are per second.
@@ -25,9 +27,9 @@ parameters! {
     /// Parameters in a scenario's `[pcc]` section. Their names are those of `coreward-lab sim pcc --help`.
     pub struct PccParameters {
         /// Published experiment that supplies the defaults of all other parameters.
-        pub experiment: Experiment,
+        pub experiment: PublishedExperiment,
         /// Method by which load balancers find the server of a connection.
-        pub method: ParsedText<Method>,
+        pub method: ParsedTextParameter<BalancingMethod>,
         /// Mean number of servers in the pool.
         pub servers: usize,
         /// Mean number of open connections.
@@ -41,25 +43,25 @@ parameters! {
         /// Duration of each run after its warm-up (minutes).
         pub minutes: f64,
         /// Age of the load information that policies use, either `current` or `reported`.
-        pub load_info: NamedChoice<LoadInfo>,
+        pub load_info: NamedChoiceParameter<LoadInfo>,
     }
 }
 
 impl PccParameters {
-    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ScenarioParameterError> {
         let mut parameters = self.clone();
         match sweep_axis {
             SweepAxis::Servers => parameters.servers = Some(to_integer(sweep_axis, value)?),
             SweepAxis::Connections => parameters.connections = Some(value),
             SweepAxis::UpdatesPerMinute => parameters.updates_per_minute = Some(value),
             SweepAxis::ThresholdPct => {
-                parameters.method = Some(ParsedText(with_beamer_threshold(parameters.method, value)?))
+                parameters.method = Some(ParsedTextParameter(with_beamer_threshold(parameters.method, value)?))
             }
             SweepAxis::TagBits | SweepAxis::IndexBits => {
-                parameters.method = Some(ParsedText(with_cookie_bits(parameters.method, sweep_axis, value)?))
+                parameters.method = Some(ParsedTextParameter(with_cookie_bits(parameters.method, sweep_axis, value)?))
             }
             SweepAxis::Time => {}
-            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
+            _ => return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
         }
         Ok(parameters)
     }
@@ -67,20 +69,23 @@ impl PccParameters {
     /// Returns the run that measures a metric, and the query that selects its value. One run simulates all seeds.
     pub fn build_job(
         &self,
-        measure: Metric,
+        measure: FigureMetric,
         seed: u64,
         seeds: u64,
-    ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
+    ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
+        let build_missing_error = |parameter| ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter };
         if !matches!(
             measure,
-            Metric::BrokenPct | Metric::ImbalancePct | Metric::PoolServers | Metric::CompletedPerSecond
+            FigureMetric::BrokenPct
+                | FigureMetric::ImbalancePct
+                | FigureMetric::PoolServers
+                | FigureMetric::CompletedPerSecond
         ) {
-            return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
+            return Err(ScenarioParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
-        let default_config = match self.experiment.ok_or(missing_error("experiment"))? {
-            Experiment::CheetahSimulations => Config::default(),
-            Experiment::CheetahFigure9 => Config::cheetah_figure_9(),
+        let default_config = match self.experiment.ok_or(build_missing_error("experiment"))? {
+            PublishedExperiment::CheetahSimulations => PccSimulationConfig::default(),
+            PublishedExperiment::CheetahFigure9 => PccSimulationConfig::for_cheetah_figure_9(),
         };
         let updates = match default_config.updates {
             ClusterUpdates::PerMinute { servers, load_balancers } => ClusterUpdates::PerMinute {
@@ -89,55 +94,63 @@ impl PccParameters {
             },
             scheduled_updates @ ClusterUpdates::Scheduled(_) => scheduled_updates,
         };
-        let config = Config {
+        let config = PccSimulationConfig {
             servers: self.servers.unwrap_or(default_config.servers),
             arrivals: self.connections.map_or(default_config.arrivals, |connections| ArrivalProcess::OpenLoop {
                 mean_open_connections: connections,
             }),
             updates,
-            minutes: self.minutes.unwrap_or(default_config.minutes),
+            measured_minutes: self.minutes.unwrap_or(default_config.measured_minutes),
             load_balancers: self.load_balancers.unwrap_or(default_config.load_balancers),
-            methods: vec![self.method.clone().ok_or(missing_error("method"))?.0],
+            methods: vec![self.method.clone().ok_or(build_missing_error("method"))?.0],
             load_info: self.load_info.map_or(default_config.load_info, |load_info| load_info.0),
             seed_count: seeds,
             ..default_config
         };
-        Ok(Some((Job::Pcc(config), ValueQuery { seed, ..ValueQuery::for_metric(measure) })))
+        Ok(Some((SimulationJob::Pcc(config), OutcomeValueQuery { seed, ..OutcomeValueQuery::for_metric(measure) })))
     }
 }
 
-fn with_beamer_threshold(method: Option<ParsedText<Method>>, threshold_pct: f64) -> Result<Method, ParameterError> {
+fn with_beamer_threshold(
+    method: Option<ParsedTextParameter<BalancingMethod>>,
+    threshold_pct: f64,
+) -> Result<BalancingMethod, ScenarioParameterError> {
     let sweep_axis = SweepAxis::ThresholdPct;
     match method {
-        Some(ParsedText(Method::Beamer { .. })) if threshold_pct > 0.0 => {
-            Ok(Method::Beamer { threshold: Some(threshold_pct / 100.0) })
+        Some(ParsedTextParameter(BalancingMethod::Beamer { .. })) if threshold_pct > 0.0 => {
+            Ok(BalancingMethod::Beamer { threshold: Some(threshold_pct / 100.0) })
         }
-        Some(ParsedText(Method::Beamer { .. })) => {
-            Err(ParameterError::InvalidValue { sweep_axis, value: threshold_pct })
+        Some(ParsedTextParameter(BalancingMethod::Beamer { .. })) => {
+            Err(ScenarioParameterError::InvalidValue { sweep_axis, value: threshold_pct })
         }
-        _ => Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: ": the method is not beamer" }),
+        _ => Err(ScenarioParameterError::NotSwept {
+            kind: SIMULATION_KIND,
+            sweep_axis,
+            detail: ": the method is not beamer",
+        }),
     }
 }
 
 fn with_cookie_bits(
-    method: Option<ParsedText<Method>>,
+    method: Option<ParsedTextParameter<BalancingMethod>>,
     sweep_axis: SweepAxis,
     value: f64,
-) -> Result<Method, ParameterError> {
+) -> Result<BalancingMethod, ScenarioParameterError> {
     let bits: u8 = to_integer(sweep_axis, value)?;
-    let invalid_value_error = ParameterError::InvalidValue { sweep_axis, value };
+    let invalid_value_error = ScenarioParameterError::InvalidValue { sweep_axis, value };
     let check_max_bits = |max_bits: u8| if bits <= max_bits { Ok(bits) } else { Err(invalid_value_error) };
     match (sweep_axis, method) {
-        (SweepAxis::TagBits, Some(ParsedText(Method::HistoryTag { renews_tags, layout, .. }))) => {
-            Ok(Method::HistoryTag { tag_bits: check_max_bits(MAX_TAG_BITS)?, renews_tags, layout })
+        (SweepAxis::TagBits, Some(ParsedTextParameter(BalancingMethod::HistoryTag { renews_tags, layout, .. }))) => {
+            Ok(BalancingMethod::HistoryTag { tag_bits: check_max_bits(MAX_TAG_BITS)?, renews_tags, layout })
         }
-        (SweepAxis::TagBits, Some(ParsedText(Method::HashIndex { index_bits: bits, layout, .. }))) => {
-            Ok(Method::HashIndex { index_bits: bits, tag_bits: check_max_bits(MAX_TAG_BITS)?, layout })
+        (
+            SweepAxis::TagBits,
+            Some(ParsedTextParameter(BalancingMethod::HashIndex { index_bits: bits, layout, .. })),
+        ) => Ok(BalancingMethod::HashIndex { index_bits: bits, tag_bits: check_max_bits(MAX_TAG_BITS)?, layout }),
+        (SweepAxis::IndexBits, Some(ParsedTextParameter(BalancingMethod::HashIndex { tag_bits, layout, .. }))) => {
+            Ok(BalancingMethod::HashIndex { index_bits: check_max_bits(MAX_INDEX_BITS)?, tag_bits, layout })
         }
-        (SweepAxis::IndexBits, Some(ParsedText(Method::HashIndex { tag_bits, layout, .. }))) => {
-            Ok(Method::HashIndex { index_bits: check_max_bits(MAX_INDEX_BITS)?, tag_bits, layout })
-        }
-        _ => Err(ParameterError::NotSwept {
+        _ => Err(ScenarioParameterError::NotSwept {
             kind: SIMULATION_KIND,
             sweep_axis,
             detail: ": the method's cookie has no such bits",

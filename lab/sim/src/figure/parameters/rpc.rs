@@ -2,10 +2,12 @@
 
 use std::num::NonZeroU32;
 
-use super::{NamedChoice, ParameterError, ParsedText, parameters, to_integer};
-use crate::figure::axes::{Metric, SweepAxis};
-use crate::figure::job::{Job, ValueQuery};
-use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, ServiceTimeDistribution};
+use super::{NamedChoiceParameter, ParsedTextParameter, ScenarioParameterError, parameters, to_integer};
+use crate::figure::axes::{FigureMetric, SweepAxis};
+use crate::figure::job::{OutcomeValueQuery, SimulationJob};
+use crate::rpc::{
+    self, CoreSelectionPolicy, JbsrqOptions, PeakLoadSearchConfig, RpcSimulationConfig, ServiceTimeDistribution,
+};
 use coreward_model::dispatch::Lambda;
 
 /// Name of server simulations in scenario files.
@@ -16,10 +18,10 @@ parameters! {
     /// short service times.
     pub struct RpcParameters {
         /// Policy that assigns requests to cores.
-        pub policy: ParsedText<Policy>,
+        pub policy: ParsedTextParameter<CoreSelectionPolicy>,
         pub cores: u16,
         /// Distribution of the requests' service times.
-        pub service: ParsedText<ServiceTimeDistribution>,
+        pub service: ParsedTextParameter<ServiceTimeDistribution>,
         /// One-way latency between NIC and cores.
         pub latency: f64,
         /// Offered load as a fraction of the cores' total capacity.
@@ -36,16 +38,16 @@ parameters! {
         /// Upper bound of the p99 latency in searches for the peak load (SLO).
         pub slo: f64,
         /// Requests whose p99 latency the SLO bounds, either `short` (default) or `all`.
-        pub slo_of: NamedChoice<rpc::SloMetric>,
+        pub slo_of: NamedChoiceParameter<rpc::SloMetric>,
         /// Service time of which the SLO is a multiple, either `short` (default) or `mean`.
-        pub slo_unit: NamedChoice<rpc::SloUnit>,
+        pub slo_unit: NamedChoiceParameter<rpc::SloUnit>,
         /// Number of bisection steps in a search for the peak load.
         pub steps: u32,
     }
 }
 
 impl RpcParameters {
-    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ScenarioParameterError> {
         let mut parameters = self.clone();
         match sweep_axis {
             SweepAxis::Load => parameters.load = Some(value),
@@ -53,90 +55,113 @@ impl RpcParameters {
             SweepAxis::Cores => parameters.cores = Some(to_integer(sweep_axis, value)?),
             SweepAxis::Latency => parameters.latency = Some(value),
             SweepAxis::LongFactor => {
-                parameters.service = Some(ParsedText(with_long_factor(parameters.service, value)?))
+                parameters.service = Some(ParsedTextParameter(with_long_factor(parameters.service, value)?))
             }
             SweepAxis::Lambda | SweepAxis::Switch => {
-                parameters.policy = Some(ParsedText(with_policy_option(parameters.policy, sweep_axis, value)?))
+                parameters.policy = Some(ParsedTextParameter(with_policy_option(parameters.policy, sweep_axis, value)?))
             }
             SweepAxis::Time => {}
-            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
+            _ => return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
         }
         Ok(parameters)
     }
 
     /// Returns the run that measures a metric, and the query that selects its value. Returns `None` if the offered load
     /// exceeds the policy's capacity. Latency is unbounded there, so the point is not drawn.
-    pub fn build_job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let is_peak_search = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
-        let config = Config {
-            policy: self.policy.clone().ok_or(missing_error("policy"))?.0,
-            cores: self.cores.ok_or(missing_error("cores"))?,
-            service: self.service.clone().ok_or(missing_error("service"))?.0,
-            interface_latency: self.latency.ok_or(missing_error("latency"))?,
-            load: if is_peak_search { Config::default().load } else { self.load.ok_or(missing_error("load"))? },
-            request_count: self.requests.ok_or(missing_error("requests"))?,
+    pub fn build_job(
+        &self,
+        measure: FigureMetric,
+        seed: u64,
+    ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
+        let is_peak_search = matches!(measure, FigureMetric::PeakLoad | FigureMetric::PeakThroughput);
+        let config = RpcSimulationConfig {
+            policy: self.policy.clone().ok_or(build_missing_error("policy"))?.0,
+            cores: self.cores.ok_or(build_missing_error("cores"))?,
+            service: self.service.clone().ok_or(build_missing_error("service"))?.0,
+            interface_latency: self.latency.ok_or(build_missing_error("latency"))?,
+            offered_load: if is_peak_search {
+                RpcSimulationConfig::default().offered_load
+            } else {
+                self.load.ok_or(build_missing_error("load"))?
+            },
+            request_count: self.requests.ok_or(build_missing_error("requests"))?,
             seed,
             connection_count: self.connections,
-            skew: 0.0,
+            connection_skew: 0.0,
             queue_limit: None,
             window_length: self.window,
         };
         let job = match measure {
-            Metric::PeakLoad | Metric::PeakThroughput => Job::Peak(self.peak_config(config, seed)?),
-            Metric::P99
-            | Metric::ShortP99
-            | Metric::LongP99
-            | Metric::Mean
-            | Metric::LongAnsweredPct
-            | Metric::BatchPct => {
-                let policy_capacity = config.policy.capacity(config.service.mean(), config.interface_latency);
+            FigureMetric::PeakLoad | FigureMetric::PeakThroughput => {
+                SimulationJob::Peak(self.build_peak_config(config, seed)?)
+            }
+            FigureMetric::P99
+            | FigureMetric::ShortP99
+            | FigureMetric::LongP99
+            | FigureMetric::Mean
+            | FigureMetric::LongAnsweredPct
+            | FigureMetric::BatchPct => {
+                let policy_capacity = config.policy.max_stable_load(config.service.mean(), config.interface_latency);
                 let dispatcher_limit = self.dispatcher_limit.unwrap_or(f64::INFINITY);
-                if config.load >= policy_capacity || throughput(&config, config.load) >= dispatcher_limit {
+                if config.offered_load >= policy_capacity
+                    || throughput_at_load(&config, config.offered_load) >= dispatcher_limit
+                {
                     return Ok(None);
                 }
-                Job::Rpc(config)
+                SimulationJob::Rpc(config)
             }
-            _ => return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure }),
+            _ => return Err(ScenarioParameterError::NotMeasured { kind: SIMULATION_KIND, measure }),
         };
-        Ok(Some((job, ValueQuery { throughput_limit: self.dispatcher_limit, seed, ..ValueQuery::for_metric(measure) })))
+        Ok(Some((
+            job,
+            OutcomeValueQuery {
+                throughput_limit: self.dispatcher_limit,
+                seed,
+                ..OutcomeValueQuery::for_metric(measure)
+            },
+        )))
     }
 
     /// Returns the configuration of a peak-load search that runs simulations with `config`.
-    fn peak_config(&self, config: Config, seed: u64) -> Result<PeakConfig, ParameterError> {
-        Ok(PeakConfig {
+    fn build_peak_config(
+        &self,
+        config: RpcSimulationConfig,
+        seed: u64,
+    ) -> Result<PeakLoadSearchConfig, ScenarioParameterError> {
+        Ok(PeakLoadSearchConfig {
             config,
-            slo: self.slo.ok_or(missing_error("slo"))?,
+            slo_multiple: self.slo.ok_or(build_missing_error("slo"))?,
             seeds: seed..=seed,
-            steps: self.steps.ok_or(missing_error("steps"))?,
+            bisection_steps: self.steps.ok_or(build_missing_error("steps"))?,
             slo_metric: self.slo_of.unwrap_or_default().0,
             slo_unit: self.slo_unit.unwrap_or_default().0,
         })
     }
 }
 
-fn missing_error(parameter: &'static str) -> ParameterError {
-    ParameterError::Missing { kind: SIMULATION_KIND, parameter }
+fn build_missing_error(parameter: &'static str) -> ScenarioParameterError {
+    ScenarioParameterError::Missing { kind: SIMULATION_KIND, parameter }
 }
 
 /// Returns the throughput of all cores at the given load (requests per short service time).
-pub fn throughput(config: &Config, load: f64) -> f64 {
+pub fn throughput_at_load(config: &RpcSimulationConfig, load: f64) -> f64 {
     load * f64::from(config.cores) / config.service.mean()
 }
 
 fn with_long_factor(
-    service: Option<ParsedText<ServiceTimeDistribution>>,
+    service: Option<ParsedTextParameter<ServiceTimeDistribution>>,
     factor: f64,
-) -> Result<ServiceTimeDistribution, ParameterError> {
+) -> Result<ServiceTimeDistribution, ScenarioParameterError> {
     let sweep_axis = SweepAxis::LongFactor;
     match service {
-        Some(ParsedText(ServiceTimeDistribution::Classes(mut classes))) if factor >= 1.0 => {
-            classes[0].factor = factor;
-            Ok(ServiceTimeDistribution::Classes(classes))
+        Some(ParsedTextParameter(ServiceTimeDistribution::Multimodal(mut classes))) if factor >= 1.0 => {
+            classes[0].service_time_factor = factor;
+            Ok(ServiceTimeDistribution::Multimodal(classes))
         }
-        Some(ParsedText(ServiceTimeDistribution::Classes(_))) => {
-            Err(ParameterError::InvalidValue { sweep_axis, value: factor })
+        Some(ParsedTextParameter(ServiceTimeDistribution::Multimodal(_))) => {
+            Err(ScenarioParameterError::InvalidValue { sweep_axis, value: factor })
         }
-        _ => Err(ParameterError::NotSwept {
+        _ => Err(ScenarioParameterError::NotSwept {
             kind: SIMULATION_KIND,
             sweep_axis,
             detail: ": the service times have no long class",
@@ -145,19 +170,19 @@ fn with_long_factor(
 }
 
 fn with_policy_option(
-    policy: Option<ParsedText<Policy>>,
+    policy: Option<ParsedTextParameter<CoreSelectionPolicy>>,
     sweep_axis: SweepAxis,
     value: f64,
-) -> Result<Policy, ParameterError> {
-    let Some(ParsedText(Policy::RankedQueue(options))) = policy else {
+) -> Result<CoreSelectionPolicy, ScenarioParameterError> {
+    let Some(ParsedTextParameter(CoreSelectionPolicy::RankedQueue(options))) = policy else {
         let detail = ": the policy is not jbsrq";
-        return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail });
+        return Err(ScenarioParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail });
     };
-    let invalid_value = || ParameterError::InvalidValue { sweep_axis, value };
+    let build_invalid_value_error = || ScenarioParameterError::InvalidValue { sweep_axis, value };
     let options = match sweep_axis {
         SweepAxis::Switch if value >= 0.0 => JbsrqOptions { switch_cost: value, ..options },
-        SweepAxis::Switch => return Err(invalid_value()),
-        _ => JbsrqOptions { lambda: Lambda::new(value).map_err(|_| invalid_value())?, ..options },
+        SweepAxis::Switch => return Err(build_invalid_value_error()),
+        _ => JbsrqOptions { lambda: Lambda::new(value).map_err(|_| build_invalid_value_error())?, ..options },
     };
-    Ok(Policy::RankedQueue(options))
+    Ok(CoreSelectionPolicy::RankedQueue(options))
 }

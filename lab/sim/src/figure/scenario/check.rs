@@ -2,24 +2,24 @@
 
 use std::ops::Range;
 
-use coreward_config::{Diagnostic, Source, Spanned};
+use coreward_config::{Diagnostic, Spanned, TomlSource};
 
-use super::{Panel, PlotType, Scenario, SweepAxis};
-use crate::figure::claim::{Assertion, Quantity, Ratio};
+use super::{FigurePanel, FigureScenario, PlotType, SweepAxis};
+use crate::figure::claim::{Assertion, FigureQuantity, QuantityRatio};
 use crate::figure::point::is_same_x;
 use crate::names::UnknownName;
 
-const MAX_SEEDS: u64 = 1_000;
+const MAX_SEED_COUNT: u64 = 1_000;
 
-type CheckError = (Range<usize>, String);
+type ScenarioCheckError = (Range<usize>, String);
 
 /// Checks a scenario. An error names the invalid value with its line and column.
-pub fn check_scenario(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
+pub fn check_scenario(scenario: &FigureScenario, source: &TomlSource) -> Result<(), Diagnostic> {
     let checks = [
-        check_seeds,
+        check_seed_count,
         check_simulation_kinds,
-        check_names,
-        check_axes,
+        check_series_and_panel_names,
+        check_panel_axes,
         check_published_values,
         check_claims,
         check_run_parameters,
@@ -27,16 +27,16 @@ pub fn check_scenario(scenario: &Scenario, source: &Source) -> Result<(), Diagno
     checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.diagnostic_at(span, &message))
 }
 
-fn check_seeds(scenario: &Scenario) -> Result<(), CheckError> {
+fn check_seed_count(scenario: &FigureScenario) -> Result<(), ScenarioCheckError> {
     let seeds = *scenario.seeds.get_ref();
-    if (1..=MAX_SEEDS).contains(&seeds) {
+    if (1..=MAX_SEED_COUNT).contains(&seeds) {
         return Ok(());
     }
-    Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MAX_SEEDS}")))
+    Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MAX_SEED_COUNT}")))
 }
 
 /// Returns the names among rpc, lb, pcc and path whose element in `is_present` is true.
-fn present_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
+fn present_simulation_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
     ["rpc", "lb", "pcc", "path"]
         .into_iter()
         .zip(is_present)
@@ -44,9 +44,13 @@ fn present_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
         .collect()
 }
 
-fn check_simulation_kinds(scenario: &Scenario) -> Result<(), CheckError> {
-    let scenario_kinds =
-        present_kinds([scenario.rpc.is_some(), scenario.lb.is_some(), scenario.pcc.is_some(), scenario.path.is_some()]);
+fn check_simulation_kinds(scenario: &FigureScenario) -> Result<(), ScenarioCheckError> {
+    let scenario_kinds = present_simulation_kinds([
+        scenario.rpc.is_some(),
+        scenario.lb.is_some(),
+        scenario.pcc.is_some(),
+        scenario.path.is_some(),
+    ]);
     // A live figure may also have series that the simulator produces.
     let kind = match (&scenario_kinds[..], &scenario.live) {
         ([kind], _) => *kind,
@@ -74,7 +78,7 @@ fn check_simulation_kinds(scenario: &Scenario) -> Result<(), CheckError> {
         (panel.title.span(), is_kind_present)
     });
     for (span, is_kind_present) in series_kinds.chain(panel_kinds) {
-        if let Some(other_kind) = present_kinds(is_kind_present).into_iter().find(|other| *other != kind) {
+        if let Some(other_kind) = present_simulation_kinds(is_kind_present).into_iter().find(|other| *other != kind) {
             return Err((span, format!("has parameters of kind `{other_kind}`: this scenario is of kind `{kind}`")));
         }
     }
@@ -84,7 +88,7 @@ fn check_simulation_kinds(scenario: &Scenario) -> Result<(), CheckError> {
 fn check_unique_names<'a>(
     item_kind: &str,
     mut names: impl Iterator<Item = &'a Spanned<String>>,
-) -> Result<(), CheckError> {
+) -> Result<(), ScenarioCheckError> {
     let mut earlier_names = Vec::new();
     let duplicate = names.find(|name| {
         let is_duplicate = earlier_names.contains(name.get_ref());
@@ -94,7 +98,7 @@ fn check_unique_names<'a>(
     duplicate.map_or(Ok(()), |name| Err((name.span(), format!("{item_kind} {:?} is there twice", name.get_ref()))))
 }
 
-fn check_series_exists(scenario: &Scenario, label: &Spanned<String>) -> Result<(), CheckError> {
+fn check_series_exists(scenario: &FigureScenario, label: &Spanned<String>) -> Result<(), ScenarioCheckError> {
     let labels: Vec<&str> = scenario.series.iter().map(|series| series.label.get_ref().as_str()).collect();
     if labels.contains(&label.get_ref().as_str()) {
         return Ok(());
@@ -102,7 +106,7 @@ fn check_series_exists(scenario: &Scenario, label: &Spanned<String>) -> Result<(
     Err((label.span(), UnknownName::new("series", label.get_ref(), labels).to_string()))
 }
 
-fn check_names(scenario: &Scenario) -> Result<(), CheckError> {
+fn check_series_and_panel_names(scenario: &FigureScenario) -> Result<(), ScenarioCheckError> {
     if scenario.series.is_empty() || scenario.panel.is_empty() {
         return Err((0..0, "no series or no panel: expected at least one of each".to_owned()));
     }
@@ -111,36 +115,39 @@ fn check_names(scenario: &Scenario) -> Result<(), CheckError> {
     scenario.panel.iter().flat_map(|panel| &panel.series).try_for_each(|label| check_series_exists(scenario, label))
 }
 
-fn check_axes(scenario: &Scenario) -> Result<(), CheckError> {
+fn check_panel_axes(scenario: &FigureScenario) -> Result<(), ScenarioCheckError> {
     for panel in &scenario.panel {
-        let panel_error = |message: &str| Err((panel.title.span(), message.to_owned()));
+        let build_panel_error = |message: &str| Err((panel.title.span(), message.to_owned()));
         if panel.y.range.is_some_and(|[low, high]| low >= high || (panel.y.log && low <= 0.0)) {
-            return panel_error("y.range: expected [low, high], above 0 where the axis is logarithmic");
+            return build_panel_error("y.range: expected [low, high], above 0 where the axis is logarithmic");
         }
         let Some(sweep) = &panel.x else {
             if panel.draw == PlotType::Lines {
-                return panel_error("has no x: expected x, or draw = \"bars\"");
+                return build_panel_error("has no x: expected x, or draw = \"bars\"");
             }
             continue;
         };
         let is_time_sweep = *sweep.parameter.get_ref() == SweepAxis::Time;
         if is_time_sweep != sweep.values.is_empty() {
-            return panel_error(
+            return build_panel_error(
                 "x.values: expected values to sweep, and none for time, whose values come out of the run",
             );
         }
         if !sweep.values.is_sorted_by(|a, b| a < b) {
-            return panel_error("x.values: expected ascending values");
+            return build_panel_error("x.values: expected ascending values");
         }
         if sweep.log && sweep.values.first().is_some_and(|first| *first <= 0.0) {
-            return panel_error("x.values: expected values above 0 on a logarithmic axis");
+            return build_panel_error("x.values: expected values above 0 on a logarithmic axis");
         }
     }
     Ok(())
 }
 
 /// Returns the panel with this title, or all panels if no title is given.
-fn find_panels<'a>(scenario: &'a Scenario, title: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, CheckError> {
+fn find_panels<'a>(
+    scenario: &'a FigureScenario,
+    title: Option<&Spanned<String>>,
+) -> Result<Vec<&'a FigurePanel>, ScenarioCheckError> {
     let Some(name) = title else { return Ok(scenario.panel.iter().collect()) };
     scenario.find_panel(Some(name.get_ref())).map(|panel| vec![panel]).ok_or_else(|| {
         let titles = scenario.panel.iter().map(|panel| panel.title.get_ref().as_str());
@@ -148,7 +155,7 @@ fn find_panels<'a>(scenario: &'a Scenario, title: Option<&Spanned<String>>) -> R
     })
 }
 
-fn check_published_values(scenario: &Scenario) -> Result<(), CheckError> {
+fn check_published_values(scenario: &FigureScenario) -> Result<(), ScenarioCheckError> {
     for published_curve in &scenario.published {
         check_series_exists(scenario, &published_curve.series)?;
         if published_curve.points.is_empty() {
@@ -162,51 +169,55 @@ fn check_published_values(scenario: &Scenario) -> Result<(), CheckError> {
     Ok(())
 }
 
-fn check_claims(scenario: &Scenario) -> Result<(), CheckError> {
+fn check_claims(scenario: &FigureScenario) -> Result<(), ScenarioCheckError> {
     scenario.claim.iter().try_for_each(|claim| check_claim(scenario, claim))
 }
 
-impl Scenario {
+impl FigureScenario {
     /// Returns whether the scenario has all panels, series and points that the claim uses.
     pub fn can_judge(&self, claim: &Assertion) -> bool {
         check_claim(self, claim).is_ok()
     }
 }
 
-fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError> {
-    let claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
+fn check_claim(scenario: &FigureScenario, claim: &Assertion) -> Result<(), ScenarioCheckError> {
+    let build_claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
     let is_check_present = [claim.value.is_some(), claim.ratio.is_some(), claim.ascending.is_some()];
     if is_check_present.iter().filter(|is_present| **is_present).count() != 1 {
-        return claim_error("a claim needs exactly one of `value`, `ratio`, `ascending`");
+        return build_claim_error("a claim needs exactly one of `value`, `ratio`, `ascending`");
     }
     if claim.ascending.is_none() && claim.at_least.is_none() && claim.at_most.is_none() {
-        return claim_error(
+        return build_claim_error(
             "a claim needs `at_least` or `at_most`: without a bound it would hold whatever is measured",
         );
     }
     if claim.at_least.zip(claim.at_most).is_some_and(|(lower_bound, upper_bound)| lower_bound > upper_bound) {
-        return claim_error("`at_least` is above `at_most`: nothing could be both");
+        return build_claim_error("`at_least` is above `at_most`: nothing could be both");
     }
     if let Some(order) = &claim.ascending {
         if order.series.len() < 2 {
-            return claim_error("`ascending` needs at least two series");
+            return build_claim_error("`ascending` needs at least two series");
         }
         order.series.iter().try_for_each(|label| check_series_exists(scenario, label))?;
         return check_claimed_x(scenario, claim, order.panel.as_ref(), order.at.as_ref());
     }
-    let quantities = claim.value.iter().chain(claim.ratio.iter().flat_map(Ratio::quantities));
+    let quantities = claim.value.iter().chain(claim.ratio.iter().flat_map(QuantityRatio::quantities));
     quantities.into_iter().try_for_each(|quantity| check_quantity(scenario, claim, quantity))
 }
 
-fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -> Result<(), CheckError> {
-    let claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
+fn check_quantity(
+    scenario: &FigureScenario,
+    claim: &Assertion,
+    quantity: &FigureQuantity,
+) -> Result<(), ScenarioCheckError> {
+    let build_claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
     let is_selector_present =
         [quantity.series.is_some(), !quantity.least_of.is_empty(), !quantity.greatest_of.is_empty()];
     if is_selector_present.iter().filter(|is_present| **is_present).count() != 1 {
-        return claim_error("a quantity needs exactly one of `series`, `least_of`, `greatest_of`");
+        return build_claim_error("a quantity needs exactly one of `series`, `least_of`, `greatest_of`");
     }
     if quantity.reaches.is_some() && (quantity.at.is_some() || quantity.from.is_some() || quantity.to.is_some()) {
-        return claim_error("`reaches` uses the whole curve: it goes with none of `at`, `from`, `to`");
+        return build_claim_error("`reaches` uses the whole curve: it goes with none of `at`, `from`, `to`");
     }
     quantity.series_labels().try_for_each(|label| check_series_exists(scenario, label))?;
     check_claimed_x(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
@@ -214,11 +225,11 @@ fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -
 
 /// Checks that all panels of the claim have the same metric, and that the claimed x is one of the simulated points.
 fn check_claimed_x(
-    scenario: &Scenario,
+    scenario: &FigureScenario,
     claim: &Assertion,
     panel: Option<&Spanned<String>>,
     at: Option<&Spanned<f64>>,
-) -> Result<(), CheckError> {
+) -> Result<(), ScenarioCheckError> {
     let panels = find_panels(scenario, panel)?;
     if panels.iter().any(|panel| panel.measure.get_ref() != panels[0].measure.get_ref()) {
         let message = "a claim without a panel: expected panel = \"...\", as the panels measure different things";
@@ -234,7 +245,7 @@ fn check_claimed_x(
     Ok(())
 }
 
-fn check_run_parameters(scenario: &Scenario) -> Result<(), CheckError> {
+fn check_run_parameters(scenario: &FigureScenario) -> Result<(), ScenarioCheckError> {
     let run_plan_error = match scenario.plan_runs() {
         Ok(_) if scenario.live.is_some() => return Ok(()),
         Ok(plan) if plan.plot_points.is_empty() => {

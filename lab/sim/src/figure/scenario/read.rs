@@ -1,13 +1,13 @@
 //! Parser of scenario files.
 
-use coreward_config::{Diagnostic, Source};
+use coreward_config::{Diagnostic, TomlSource};
 
-use super::{Scenario, check};
+use super::{FigureScenario, check};
 
-impl Scenario {
+impl FigureScenario {
     /// Parses a scenario file's text. An error names the file and the invalid value with its line and column.
     pub fn parse(file_name: &str, text: &str) -> Result<Self, Diagnostic> {
-        let source = Source::from_text(file_name, text);
+        let source = TomlSource::from_text(file_name, text);
         let scenario: Self = source.parse()?;
         check::check_scenario(&scenario, &source)?;
         Ok(scenario)

@@ -1,6 +1,6 @@
 use super::*;
 
-const VALID_SCENARIO: &str = r#"
+const VALID_SCENARIO_TOML: &str = r#"
 title = "t"
 paper = "p"
 figure = "f"
@@ -31,13 +31,13 @@ at_most = 10
 "#;
 
 fn parse_error_after_replacing(old_text: &str, new_text: &str) -> String {
-    assert!(VALID_SCENARIO.contains(old_text), "{old_text:?} is not in the scenario");
-    Scenario::parse("s.toml", &VALID_SCENARIO.replace(old_text, new_text)).unwrap_err().to_string()
+    assert!(VALID_SCENARIO_TOML.contains(old_text), "{old_text:?} is not in the scenario");
+    FigureScenario::parse("s.toml", &VALID_SCENARIO_TOML.replace(old_text, new_text)).unwrap_err().to_string()
 }
 
 #[test]
 fn valid_scenario_is_parsed_and_expanded() {
-    let scenario = Scenario::parse("s.toml", VALID_SCENARIO).unwrap();
+    let scenario = FigureScenario::parse("s.toml", VALID_SCENARIO_TOML).unwrap();
     let plan = scenario.plan_runs().unwrap();
     assert_eq!((plan.jobs.len(), plan.plot_points.len()), (2, 2));
 }
@@ -47,16 +47,16 @@ fn run_shared_by_two_panels_is_simulated_once() {
     let second_panel = "[[panel]]\ntitle = \"mean\"\nmeasure = \"mean\"\nx = \
                  { parameter = \"load\", label = \"load\", values = [0.5] }\n\
                  y = { label = \"mean\" }\n[[claim]]\nstatement = \"c\"\nvalue = { panel = \"over load\",";
-    let text = VALID_SCENARIO.replace("[[claim]]\nstatement = \"c\"\nvalue = {", second_panel);
-    let plan = Scenario::parse("s.toml", &text).unwrap().plan_runs().unwrap();
+    let text = VALID_SCENARIO_TOML.replace("[[claim]]\nstatement = \"c\"\nvalue = {", second_panel);
+    let plan = FigureScenario::parse("s.toml", &text).unwrap().plan_runs().unwrap();
     assert_eq!((plan.jobs.len(), plan.plot_points.len()), (2, 3));
 }
 
 #[test]
 fn points_above_the_capacity_of_a_policy_are_omitted() {
-    let text = VALID_SCENARIO.replace("\"jsq\"", "\"cfcfs\"").replace("latency = 0", "latency = 0.25");
+    let text = VALID_SCENARIO_TOML.replace("\"jsq\"", "\"cfcfs\"").replace("latency = 0", "latency = 0.25");
     // A core is idle for two latencies of 0.25 per request, so the highest load is 1 / 1.5.
-    let plan = Scenario::parse("s.toml", &text).unwrap().plan_runs().unwrap();
+    let plan = FigureScenario::parse("s.toml", &text).unwrap().plan_runs().unwrap();
     assert_eq!(plan.plot_points.iter().map(|plot_point| plot_point.x).collect::<Vec<_>>(), [0.5]);
 }
 
@@ -101,9 +101,11 @@ fn errors_name_the_position_and_the_expected_values() {
 fn published_point_has_two_or_four_numbers() {
     let published_toml =
         "[[published]]\nseries = \"JSQ\"\nsource = \"x\"\npoints = [[0.5, 1.0], [0.8, 2.0, 1.5, 2.5]]\n[[claim]]";
-    let scenario = Scenario::parse("s.toml", &VALID_SCENARIO.replace("[[claim]]", published_toml)).unwrap();
+    let scenario = FigureScenario::parse("s.toml", &VALID_SCENARIO_TOML.replace("[[claim]]", published_toml)).unwrap();
     assert_eq!(scenario.published[0].points[1].spread, Some((1.5, 2.5)));
-    let invalid_scenario =
-        Scenario::parse("s.toml", &VALID_SCENARIO.replace("[[claim]]", &published_toml.replace("[0.5, 1.0]", "[0.5]")));
+    let invalid_scenario = FigureScenario::parse(
+        "s.toml",
+        &VALID_SCENARIO_TOML.replace("[[claim]]", &published_toml.replace("[0.5, 1.0]", "[0.5]")),
+    );
     assert!(invalid_scenario.unwrap_err().to_string().contains("expected [x, y] or [x, y, low, high]"));
 }

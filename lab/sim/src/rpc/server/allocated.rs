@@ -4,17 +4,17 @@
 use std::num::NonZeroU64;
 
 use coreward_model::dispatch::{
-    AssignmentChange, CoreAllocator, EpochLength, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor,
+    CoreAllocator, CoreAssignmentChange, EpochLength, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor,
     ScaleDownCondition, ScaleUpCondition,
 };
 
 use super::delay::DelayLine;
 use super::priority::PriorityCores;
-use super::queued::DisciplineCores;
-use super::{NicServer, Request, ResponseSink, Server};
+use super::queued::QueueDisciplineCores;
+use super::{NicServer, QueueingServer, ResponseSink, SimulatedRequest};
 use crate::rpc::ticks::{NEVER, Tick};
 
-type PriorityNicServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCores<PriorityCores>>;
+type PriorityNicServer = NicServer<JoinBoundedShortestRankedQueue, QueueDisciplineCores<PriorityCores>>;
 
 /// Server whose load monitors at the NIC send hints to the core allocator. The allocator runs at the cores, and its
 /// decisions return to the NIC. Each way takes the latency of the interface. A core that is moved to another service
@@ -27,7 +27,7 @@ pub struct RingLeaderServer {
     check_interval: Tick,
     next_check_at: Tick,
     hints_to_allocator: DelayLine<(u8, LoadHint)>,
-    assignment_changes_to_nic: DelayLine<(u8, Vec<AssignmentChange>)>,
+    assignment_changes_to_nic: DelayLine<(u8, Vec<CoreAssignmentChange>)>,
 }
 
 /// Number of consecutive epochs without waiting requests after which a service gives up a core. RingLeader's paper does
@@ -46,8 +46,8 @@ impl RingLeaderServer {
     ) -> Self {
         for core in 0..cores {
             for service in [0, 1] {
-                let is_running = core < core_allocator.core_count() && core_allocator.is_running(service, core);
-                server.dispatcher.set_enabled(service, core, is_running);
+                let is_running = core < core_allocator.core_count() && core_allocator.is_service_running(service, core);
+                server.dispatcher.set_service_enabled(service, core, is_running);
             }
         }
         let epoch = EpochLength::new(NonZeroU64::new(check_interval).unwrap_or(NonZeroU64::MIN));
@@ -75,10 +75,10 @@ impl RingLeaderServer {
     fn process_event(&mut self, now: Tick) {
         if self.assignment_changes_to_nic.next_arrival_time() == now {
             let Some((_, (service, changes))) = self.assignment_changes_to_nic.receive() else { return };
-            for AssignmentChange { service, core, is_running } in changes {
-                self.server.dispatcher.set_enabled(service, core, is_running);
+            for CoreAssignmentChange { service, core, is_running } in changes {
+                self.server.dispatcher.set_service_enabled(service, core, is_running);
             }
-            self.load_monitors[usize::from(service)].rearm();
+            self.load_monitors[usize::from(service)].rearm_hints();
             self.server.release_waiting_requests(now);
         } else if self.hints_to_allocator.next_arrival_time() == now {
             let Some((_, (service, hint))) = self.hints_to_allocator.receive() else { return };
@@ -86,7 +86,7 @@ impl RingLeaderServer {
             let is_other_service_waiting = dispatcher.waiting_request_count(1 - service) > 0;
             let changes =
                 self.core_allocator.apply_load_hint(service, hint, is_other_service_waiting, |service, core| {
-                    dispatcher.ranks().outstanding_count(service, core)
+                    dispatcher.ranks().service_outstanding_count(service, core)
                 });
             self.assignment_changes_to_nic.send(now, (service, changes));
         } else {
@@ -111,7 +111,7 @@ impl RingLeaderServer {
     }
 }
 
-impl<S: ResponseSink> Server<S> for RingLeaderServer {
+impl<S: ResponseSink> QueueingServer<S> for RingLeaderServer {
     fn advance(&mut self, end_time: Tick, sink: &mut S) {
         // At the end of a run, monitoring continues until every request is answered.
         let is_run_ending = end_time == NEVER - 1;
@@ -123,15 +123,15 @@ impl<S: ResponseSink> Server<S> for RingLeaderServer {
         self.server.advance(end_time, sink);
     }
 
-    fn add_request(&mut self, request: Request) {
-        Server::<S>::add_request(&mut self.server, request);
+    fn add_request(&mut self, request: SimulatedRequest) {
+        QueueingServer::<S>::add_request(&mut self.server, request);
     }
 
     fn outstanding_count(&self) -> u64 {
         self.server.outstanding_count
     }
 
-    fn busy_times(&self, now: Tick) -> Vec<Tick> {
-        Server::<S>::busy_times(&self.server, now)
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick> {
+        QueueingServer::<S>::core_busy_times(&self.server, now)
     }
 }

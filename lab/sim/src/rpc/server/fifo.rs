@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use coreward_model::dispatch::TournamentTree;
 
-use super::{Cores, Request, Response};
+use super::{ServerCores, SimulatedRequest, SimulatedResponse};
 use crate::rpc::ticks::{NEVER, Tick};
 
 /// Cores that serve their requests in order of arrival. A request starts when it reaches the core or when the previous
@@ -13,17 +13,17 @@ use crate::rpc::ticks::{NEVER, Tick};
 #[derive(Debug)]
 pub struct FifoCores {
     interface_latency: Tick,
-    cores: Vec<Core>,
+    cores: Vec<FifoCore>,
     /// Time at which each core's next response reaches the NIC.
     next_response_times: TournamentTree<Tick>,
 }
 
 #[derive(Debug, Clone, Default)]
-struct Core {
+struct FifoCore {
     idle_from: Tick,
     /// Total service time of all requests that have ever been dispatched to the core.
     total_work: Tick,
-    unfinished_responses: VecDeque<Response>,
+    unfinished_responses: VecDeque<SimulatedResponse>,
 }
 
 impl FifoCores {
@@ -31,7 +31,7 @@ impl FifoCores {
     pub fn new(cores: u16, interface_latency: Tick) -> Self {
         Self {
             interface_latency,
-            cores: vec![Core::default(); usize::from(cores)],
+            cores: vec![FifoCore::default(); usize::from(cores)],
             next_response_times: TournamentTree::new(cores, NEVER),
         }
     }
@@ -44,14 +44,14 @@ impl FifoCores {
     }
 }
 
-impl Cores for FifoCores {
+impl ServerCores for FifoCores {
     #[inline]
-    fn dispatch(&mut self, now: Tick, core: u16, request: Request) {
+    fn dispatch(&mut self, now: Tick, core: u16, request: SimulatedRequest) {
         let core_state = &mut self.cores[usize::from(core)];
         let service_start = core_state.idle_from.max(now + self.interface_latency);
         core_state.idle_from = service_start + request.work;
         core_state.total_work += request.work;
-        let response = Response { departed_at: core_state.idle_from + self.interface_latency, request };
+        let response = SimulatedResponse { departed_at: core_state.idle_from + self.interface_latency, request };
         if core_state.unfinished_responses.is_empty() {
             self.next_response_times.set_key(core, response.departed_at);
         }
@@ -64,7 +64,7 @@ impl Cores for FifoCores {
     }
 
     #[inline]
-    fn process_next_event(&mut self) -> Option<(u16, Response)> {
+    fn process_next_event(&mut self) -> Option<(u16, SimulatedResponse)> {
         let (core, _) = self.next_response_times.least_leaf();
         let core_state = &mut self.cores[usize::from(core)];
         let response = core_state.unfinished_responses.pop_front()?;
@@ -73,8 +73,8 @@ impl Cores for FifoCores {
         Some((core, response))
     }
 
-    fn busy_times(&self, now: Tick) -> Vec<Tick> {
-        let remaining_work = |core: &Core| -> Tick {
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick> {
+        let compute_remaining_work = |core: &FifoCore| -> Tick {
             let unfinished_responses = core
                 .unfinished_responses
                 .iter()
@@ -84,6 +84,6 @@ impl Cores for FifoCores {
                 .map(|response| (response.departed_at - self.interface_latency - now).min(response.request.work))
                 .sum()
         };
-        self.cores.iter().map(|core| core.total_work - remaining_work(core)).collect()
+        self.cores.iter().map(|core| core.total_work - compute_remaining_work(core)).collect()
     }
 }

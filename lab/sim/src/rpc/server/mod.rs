@@ -1,7 +1,8 @@
 //! Simulated server, in which a dispatcher at the NIC sends requests over an interface with latency to the cores.
 //!
-//! The caller first calls [`Server::advance`] up to a time, then [`Server::add_request`] for each request that arrives
-//! at this time. A simulation can therefore have many servers and advance each only at its own events.
+//! The caller first calls [`QueueingServer::advance`] up to a time, then [`QueueingServer::add_request`] for each
+//! request that arrives at this time. A simulation can therefore have many servers and advance each only at its own
+//! events.
 
 mod allocated;
 mod delay;
@@ -21,16 +22,16 @@ use coreward_model::dispatch::{DispatchHeader, Dispatcher};
 pub use dfcfs::GroupedFcfsDispatcher;
 pub use fifo::FifoCores;
 pub use priority::PriorityCores;
-pub use queued::DisciplineCores;
+pub use queued::QueueDisciplineCores;
 pub use rebalance::RebalancedServer;
-pub use sharing::ProcessorSharing;
+pub use sharing::ProcessorSharingCores;
 pub use spec::{ServerSpec, ServerVisitor};
 pub use stealing::StealingCores;
 
 use super::ticks::Tick;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Request {
+pub struct SimulatedRequest {
     /// Time at which the request arrives at the NIC.
     pub arrived_at: Tick,
     /// Service time that the request needs at a core.
@@ -39,16 +40,16 @@ pub struct Request {
     /// RSS hash of the request's connection.
     pub flow_hash: u32,
     /// Number of the request's connection, if the policy uses connections.
-    pub connection: u32,
-    /// Index of the request's class in [`super::ServiceTimeDistribution::class_times`].
-    pub class: u8,
+    pub connection_number: u32,
+    /// Index of the request's class in [`super::ServiceTimeDistribution::class_service_times`].
+    pub class_index: u8,
     /// Service to which the request belongs. Services are numbered by priority, and 0 is served first.
     pub service: u8,
 }
 
-impl Request {
+impl SimulatedRequest {
     #[inline]
-    fn header(&self) -> DispatchHeader {
+    fn dispatch_header(&self) -> DispatchHeader {
         DispatchHeader {
             service: self.service,
             expected_service_time: self.work,
@@ -59,56 +60,56 @@ impl Request {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Response {
+pub struct SimulatedResponse {
     /// Time at which the response leaves the server's NIC.
     pub departed_at: Tick,
-    pub request: Request,
+    pub request: SimulatedRequest,
 }
 
 pub trait ResponseSink {
     /// Processes a response that leaves the NIC. Responses must be passed in the order of their departure.
-    fn handle_response(&mut self, response: &Response);
+    fn handle_response(&mut self, response: &SimulatedResponse);
 }
 
 /// Interface between a server and the simulation that it is part of.
-pub trait Server<S: ResponseSink> {
+pub trait QueueingServer<S: ResponseSink> {
     /// Processes all of the server's events up to and including the time `end_time`.
     fn advance(&mut self, end_time: Tick, sink: &mut S);
 
     /// Adds a request that arrives at the NIC. All events up to `request.arrived_at` must have been processed.
-    fn add_request(&mut self, request: Request);
+    fn add_request(&mut self, request: SimulatedRequest);
 
     /// Returns the number of requests that have arrived and whose responses have not left the NIC yet.
     fn outstanding_count(&self) -> u64;
 
     /// Returns each core's busy time until `now`. All events up to `now` must have been processed.
-    fn busy_times(&self, now: Tick) -> Vec<Tick>;
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
 /// Cores that serve requests, behind the interface to the NIC.
-pub trait Cores {
+pub trait ServerCores {
     /// Sends `request` from the NIC to `core` at `now`.
-    fn dispatch(&mut self, now: Tick, core: u16, request: Request);
+    fn dispatch(&mut self, now: Tick, core: u16, request: SimulatedRequest);
 
     /// Returns the time of the next event, or [`super::ticks::NEVER`] if no request is outstanding.
     fn next_event_time(&self) -> Tick;
 
     /// Processes the next event. If a response reaches the NIC, returns it with the core that sent it.
-    fn process_next_event(&mut self) -> Option<(u16, Response)>;
+    fn process_next_event(&mut self) -> Option<(u16, SimulatedResponse)>;
 
     /// Returns each core's busy time until `now`.
-    fn busy_times(&self, now: Tick) -> Vec<Tick>;
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
 #[derive(Debug)]
 pub struct NicServer<D, C> {
     dispatcher: D,
     cores: C,
-    waiting_requests: Vec<VecDeque<Request>>,
+    waiting_requests: Vec<VecDeque<SimulatedRequest>>,
     outstanding_count: u64,
 }
 
-impl<D: Dispatcher, C: Cores> NicServer<D, C> {
+impl<D: Dispatcher, C: ServerCores> NicServer<D, C> {
     /// Creates a server whose NIC has one queue for each of `services` services.
     pub fn new(dispatcher: D, cores: C, services: u8) -> Self {
         Self { dispatcher, cores, waiting_requests: vec![VecDeque::new(); usize::from(services)], outstanding_count: 0 }
@@ -124,12 +125,12 @@ impl<D: Dispatcher, C: Cores> NicServer<D, C> {
     }
 }
 
-impl<D: Dispatcher, C: Cores, S: ResponseSink> Server<S> for NicServer<D, C> {
+impl<D: Dispatcher, C: ServerCores, S: ResponseSink> QueueingServer<S> for NicServer<D, C> {
     #[inline]
     fn advance(&mut self, end_time: Tick, sink: &mut S) {
         while self.cores.next_event_time() <= end_time {
             let Some((core, response)) = self.cores.process_next_event() else { continue };
-            self.dispatcher.record_completion(core, &response.request.header());
+            self.dispatcher.record_completion(core, &response.request.dispatch_header());
             self.release_waiting_requests(response.departed_at);
             self.outstanding_count -= 1;
             sink.handle_response(&response);
@@ -137,9 +138,9 @@ impl<D: Dispatcher, C: Cores, S: ResponseSink> Server<S> for NicServer<D, C> {
     }
 
     #[inline]
-    fn add_request(&mut self, request: Request) {
+    fn add_request(&mut self, request: SimulatedRequest) {
         self.outstanding_count += 1;
-        match self.dispatcher.place_request(request.arrived_at, &request.header()) {
+        match self.dispatcher.place_request(request.arrived_at, &request.dispatch_header()) {
             Some(core) => self.cores.dispatch(request.arrived_at, core, request),
             None => self.waiting_requests[usize::from(request.service)].push_back(request),
         }
@@ -150,7 +151,7 @@ impl<D: Dispatcher, C: Cores, S: ResponseSink> Server<S> for NicServer<D, C> {
         self.outstanding_count
     }
 
-    fn busy_times(&self, now: Tick) -> Vec<Tick> {
-        self.cores.busy_times(now)
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick> {
+        self.cores.core_busy_times(now)
     }
 }

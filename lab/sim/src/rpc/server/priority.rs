@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use coreward_model::dispatch::TournamentTree;
 
-use super::Request;
-use super::queued::Discipline;
+use super::SimulatedRequest;
+use super::queued::QueueDiscipline;
 use crate::rpc::ticks::Tick;
 
 /// Cores that have one queue per service. A core serves the service of highest priority first, and its requests in
@@ -15,31 +15,31 @@ use crate::rpc::ticks::Tick;
 pub struct PriorityCores {
     quantum: Tick,
     switch_cost: Tick,
-    cores: Vec<Core>,
+    cores: Vec<PriorityCore>,
 }
 
 #[derive(Debug, Clone)]
-struct Core {
-    running_job: Option<Job>,
+struct PriorityCore {
+    running_job: Option<PriorityJob>,
     /// Time at which the running job was last started or continued, after any switch of services.
     started_at: Tick,
     last_service: u8,
     /// Waiting jobs of each service, by priority.
-    waiting_jobs: Vec<VecDeque<Job>>,
+    waiting_jobs: Vec<VecDeque<PriorityJob>>,
     /// Total time of all requests and switches on this core, including the remaining time of the running request.
     busy_time: Tick,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Job {
-    request: Request,
+struct PriorityJob {
+    request: SimulatedRequest,
     remaining_time: Tick,
 }
 
 impl PriorityCores {
     /// Creates idle cores. A request can yield after each `quantum`, and a switch of services takes `switch_cost`.
     pub fn new(cores: u16, services: u8, quantum: Tick, switch_cost: Tick) -> Self {
-        let idle_core = Core {
+        let idle_core = PriorityCore {
             running_job: None,
             started_at: 0,
             last_service: 0,
@@ -61,23 +61,24 @@ impl PriorityCores {
     }
 }
 
-impl Discipline for PriorityCores {
-    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>) {
+impl QueueDiscipline for PriorityCores {
+    fn handle_arrival(&mut self, now: Tick, core: u16, request: SimulatedRequest, timers: &mut TournamentTree<Tick>) {
         let core_state = &mut self.cores[usize::from(core)];
-        core_state.waiting_jobs[usize::from(request.service)].push_back(Job { request, remaining_time: request.work });
+        core_state.waiting_jobs[usize::from(request.service)]
+            .push_back(PriorityJob { request, remaining_time: request.work });
         match core_state.running_job {
             None => self.run_next_job(now, core, timers),
             Some(job) if request.service < job.request.service => {
                 let elapsed_quanta = now.saturating_sub(core_state.started_at).div_ceil(self.quantum);
                 let end_of_quantum = (core_state.started_at + elapsed_quanta * self.quantum).max(now);
                 // If the timer fires before the request ends, the request yields.
-                timers.set_key(core, timers.key(core).min(end_of_quantum));
+                timers.set_key(core, timers.leaf_key(core).min(end_of_quantum));
             }
             Some(_) => {}
         }
     }
 
-    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request> {
+    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<SimulatedRequest> {
         let core_state = &mut self.cores[usize::from(core)];
         let mut job = core_state.running_job.take()?;
         let served_time = now.saturating_sub(core_state.started_at);
@@ -91,9 +92,10 @@ impl Discipline for PriorityCores {
         is_finished.then_some(job.request)
     }
 
-    fn busy_times(&self, now: Tick) -> Vec<Tick> {
-        let remaining_time =
-            |core: &Core| core.running_job.map_or(0, |job| (core.started_at + job.remaining_time).saturating_sub(now));
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick> {
+        let remaining_time = |core: &PriorityCore| {
+            core.running_job.map_or(0, |job| (core.started_at + job.remaining_time).saturating_sub(now))
+        };
         self.cores.iter().map(|core| core.busy_time - remaining_time(core)).collect()
     }
 }

@@ -4,30 +4,30 @@
 use coreward_model::dispatch::TournamentTree;
 
 use super::delay::DelayLine;
-use super::{Cores, Request, Response};
+use super::{ServerCores, SimulatedRequest, SimulatedResponse};
 use crate::rpc::ticks::{NEVER, Tick};
 
 /// Rule that determines the order in which cores serve their requests.
-pub trait Discipline {
-    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>);
+pub trait QueueDiscipline {
+    fn handle_arrival(&mut self, now: Tick, core: u16, request: SimulatedRequest, timers: &mut TournamentTree<Tick>);
 
     /// Processes a core's timer, which has been cleared. Returns the request that the core has finished, if any.
-    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request>;
+    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<SimulatedRequest>;
 
     /// Returns each core's busy time until `now`.
-    fn busy_times(&self, now: Tick) -> Vec<Tick>;
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
 /// Cores behind the interface, which serve requests in the order that a discipline determines. Each core has one timer.
 #[derive(Debug)]
-pub struct DisciplineCores<Q> {
+pub struct QueueDisciplineCores<Q> {
     discipline: Q,
-    requests_to_cores: DelayLine<(u16, Request)>,
-    responses_to_nic: DelayLine<(u16, Request)>,
+    requests_to_cores: DelayLine<(u16, SimulatedRequest)>,
+    responses_to_nic: DelayLine<(u16, SimulatedRequest)>,
     timers: TournamentTree<Tick>,
 }
 
-impl<Q: Discipline> DisciplineCores<Q> {
+impl<Q: QueueDiscipline> QueueDisciplineCores<Q> {
     /// Creates idle cores. `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick, discipline: Q) -> Self {
         Self {
@@ -39,9 +39,9 @@ impl<Q: Discipline> DisciplineCores<Q> {
     }
 }
 
-impl<Q: Discipline> Cores for DisciplineCores<Q> {
+impl<Q: QueueDiscipline> ServerCores for QueueDisciplineCores<Q> {
     #[inline]
-    fn dispatch(&mut self, now: Tick, core: u16, request: Request) {
+    fn dispatch(&mut self, now: Tick, core: u16, request: SimulatedRequest) {
         self.requests_to_cores.send(now, (core, request));
     }
 
@@ -53,11 +53,11 @@ impl<Q: Discipline> Cores for DisciplineCores<Q> {
             .min(self.responses_to_nic.next_arrival_time())
     }
 
-    fn process_next_event(&mut self) -> Option<(u16, Response)> {
+    fn process_next_event(&mut self) -> Option<(u16, SimulatedResponse)> {
         let now = self.next_event_time();
         if self.responses_to_nic.next_arrival_time() == now {
             let (departed_at, (core, request)) = self.responses_to_nic.receive()?;
-            return Some((core, Response { departed_at, request }));
+            return Some((core, SimulatedResponse { departed_at, request }));
         }
         let (core, timer) = self.timers.least_leaf();
         if timer == now {
@@ -72,7 +72,7 @@ impl<Q: Discipline> Cores for DisciplineCores<Q> {
         None
     }
 
-    fn busy_times(&self, now: Tick) -> Vec<Tick> {
-        self.discipline.busy_times(now)
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick> {
+        self.discipline.core_busy_times(now)
     }
 }

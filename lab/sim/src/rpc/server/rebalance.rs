@@ -3,7 +3,7 @@
 use coreward_model::dispatch::{RssDispatcher, assign_buckets_to_cores};
 use coreward_model::rss::IndirectionTable;
 
-use super::{FifoCores, NicServer, Request, ResponseSink, Server};
+use super::{FifoCores, NicServer, QueueingServer, ResponseSink, SimulatedRequest};
 use crate::rpc::ticks::Tick;
 
 /// Server that redistributes its RSS buckets over the cores at intervals of T. It equalizes, as far as possible, the
@@ -26,7 +26,7 @@ pub struct RebalancedServer {
 impl RebalancedServer {
     /// Creates a server that redistributes its buckets every `rebalance_interval` ticks.
     pub fn new(server: NicServer<RssDispatcher, FifoCores>, rebalance_interval: Tick) -> Self {
-        let bucket_count = server.dispatcher.table().entry_count();
+        let bucket_count = server.dispatcher.indirection_table().entry_count();
         Self { server, rebalance_interval, next_rebalance_at: rebalance_interval, bucket_work: vec![0; bucket_count] }
     }
 
@@ -37,11 +37,11 @@ impl RebalancedServer {
         let core_backlogs: Vec<u64> = self.server.cores.core_backlogs(now).collect();
         let table = IndirectionTable::new(&assign_buckets_to_cores(&expected_bucket_work, &core_backlogs))
             .expect("as long as the table was");
-        self.server.dispatcher.set_table(table);
+        self.server.dispatcher.set_indirection_table(table);
     }
 }
 
-impl<S: ResponseSink> Server<S> for RebalancedServer {
+impl<S: ResponseSink> QueueingServer<S> for RebalancedServer {
     fn advance(&mut self, end_time: Tick, sink: &mut S) {
         // While no request is outstanding, several redistributions have the same result as one.
         while self.next_rebalance_at <= end_time && self.server.outstanding_count > 0 {
@@ -52,7 +52,7 @@ impl<S: ResponseSink> Server<S> for RebalancedServer {
         self.server.advance(end_time, sink);
     }
 
-    fn add_request(&mut self, request: Request) {
+    fn add_request(&mut self, request: SimulatedRequest) {
         if self.next_rebalance_at <= request.arrived_at {
             let last_rebalance_at = request.arrived_at / self.rebalance_interval * self.rebalance_interval;
             self.rebalance_buckets(last_rebalance_at);
@@ -60,14 +60,14 @@ impl<S: ResponseSink> Server<S> for RebalancedServer {
         }
         let bucket = request.flow_hash as usize & (self.bucket_work.len() - 1);
         self.bucket_work[bucket] += request.work;
-        Server::<S>::add_request(&mut self.server, request);
+        QueueingServer::<S>::add_request(&mut self.server, request);
     }
 
     fn outstanding_count(&self) -> u64 {
         self.server.outstanding_count
     }
 
-    fn busy_times(&self, now: Tick) -> Vec<Tick> {
-        Server::<S>::busy_times(&self.server, now)
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick> {
+        QueueingServer::<S>::core_busy_times(&self.server, now)
     }
 }

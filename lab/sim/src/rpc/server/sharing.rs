@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::delay::DelayLine;
-use super::{Cores, Request, Response};
+use super::{ServerCores, SimulatedRequest, SimulatedResponse};
 use crate::rpc::ticks::{NEVER, Tick};
 
 /// Cores that are shared equally. If there are n requests and k cores, each request receives min(1, k/n) cores at no
@@ -15,11 +15,11 @@ use crate::rpc::ticks::{NEVER, Tick};
 /// its work. Later arrivals therefore do not change its virtual end time (Demers, Keshav and Shenker, SIGCOMM'89). A
 /// heap of these end times is sufficient.
 #[derive(Debug)]
-pub struct ProcessorSharing {
+pub struct ProcessorSharingCores {
     core_count: u64,
-    requests_to_cores: DelayLine<Request>,
-    responses_to_nic: DelayLine<Request>,
-    jobs: BinaryHeap<Reverse<Job>>,
+    requests_to_cores: DelayLine<SimulatedRequest>,
+    responses_to_nic: DelayLine<SimulatedRequest>,
+    jobs: BinaryHeap<Reverse<SharedJob>>,
     /// Virtual time at `updated_at`, in fractions of a tick ([`FIXED_POINT_ONE`] is one tick).
     virtual_now: u128,
     updated_at: Tick,
@@ -37,25 +37,25 @@ pub struct ProcessorSharing {
 const FIXED_POINT_ONE: u128 = 1 << 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Job {
+struct SharedJob {
     virtual_end: u128,
     arrival_number: u64,
-    request: Request,
+    request: SimulatedRequest,
 }
 
-impl Ord for Job {
+impl Ord for SharedJob {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (self.virtual_end, self.arrival_number).cmp(&(other.virtual_end, other.arrival_number))
     }
 }
 
-impl PartialOrd for Job {
+impl PartialOrd for SharedJob {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl ProcessorSharing {
+impl ProcessorSharingCores {
     /// Creates idle cores. `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick) -> Self {
         Self {
@@ -97,8 +97,8 @@ impl ProcessorSharing {
     }
 }
 
-impl Cores for ProcessorSharing {
-    fn dispatch(&mut self, now: Tick, _core: u16, request: Request) {
+impl ServerCores for ProcessorSharingCores {
+    fn dispatch(&mut self, now: Tick, _core: u16, request: SimulatedRequest) {
         self.requests_to_cores.send(now, request);
     }
 
@@ -107,13 +107,13 @@ impl Cores for ProcessorSharing {
         self.requests_to_cores.next_arrival_time().min(self.next_end_at).min(self.responses_to_nic.next_arrival_time())
     }
 
-    fn process_next_event(&mut self) -> Option<(u16, Response)> {
+    fn process_next_event(&mut self) -> Option<(u16, SimulatedResponse)> {
         let now = self.next_event_time();
         if self.responses_to_nic.next_arrival_time() == now {
             return self
                 .responses_to_nic
                 .receive()
-                .map(|(departed_at, request)| (0, Response { departed_at, request }));
+                .map(|(departed_at, request)| (0, SimulatedResponse { departed_at, request }));
         }
         self.advance_to(now);
         if self.next_end_at == now {
@@ -122,14 +122,14 @@ impl Cores for ProcessorSharing {
         } else {
             let (_, request) = self.requests_to_cores.receive()?;
             let virtual_end = self.virtual_now + u128::from(request.work) * FIXED_POINT_ONE;
-            self.jobs.push(Reverse(Job { virtual_end, arrival_number: self.next_arrival_number, request }));
+            self.jobs.push(Reverse(SharedJob { virtual_end, arrival_number: self.next_arrival_number, request }));
             self.next_arrival_number += 1;
         }
         self.update_virtual_time_rate();
         None
     }
 
-    fn busy_times(&self, now: Tick) -> Vec<Tick> {
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick> {
         // All cores share all work equally, so their busy times are equal.
         vec![(self.total_busy_time + self.busy_time_since_update(now)) / self.core_count; self.core_count as usize]
     }

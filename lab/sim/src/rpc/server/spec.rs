@@ -10,17 +10,17 @@ use coreward_model::dispatch::{
 use coreward_model::rss::IndirectionTable;
 
 use super::{
-    Cores, DisciplineCores, FifoCores, GroupedFcfsDispatcher, NicServer, PriorityCores, ProcessorSharing,
-    RebalancedServer, ResponseSink, RingLeaderServer, Server, StealingCores,
+    FifoCores, GroupedFcfsDispatcher, NicServer, PriorityCores, ProcessorSharingCores, QueueDisciplineCores,
+    QueueingServer, RebalancedServer, ResponseSink, RingLeaderServer, ServerCores, StealingCores,
 };
-use crate::rpc::ticks::{Tick, to_ticks};
-use crate::rpc::{JbsrqOptions, Policy};
+use crate::rpc::ticks::{Tick, units_to_ticks};
+use crate::rpc::{CoreSelectionPolicy, JbsrqOptions};
 
 #[derive(Debug, Clone, Copy)]
 pub struct ServerSpec<'a> {
-    pub policy: &'a Policy,
+    pub policy: &'a CoreSelectionPolicy,
     /// Number of cores, at least 1.
-    pub cores: u16,
+    pub core_count: u16,
     /// Number of classes in the distribution of service times.
     pub class_count: u8,
     /// One-way latency between NIC and cores.
@@ -34,52 +34,62 @@ pub trait ServerVisitor<S: ResponseSink> {
     type Output;
 
     /// Uses the server, whose concrete type is known at compile time.
-    fn visit(self, server: impl Server<S> + 'static) -> Self::Output;
+    fn visit_server(self, server: impl QueueingServer<S> + 'static) -> Self::Output;
 }
 
 impl ServerSpec<'_> {
     /// Builds the server for the policy and passes it to `visitor`.
     pub fn build_and_visit<S: ResponseSink, V: ServerVisitor<S>>(&self, visitor: V) -> V::Output {
-        let Self { cores, interface_latency: latency, .. } = *self;
-        let fifo_cores = || FifoCores::new(cores, latency);
+        let Self { core_count: cores, interface_latency: latency, .. } = *self;
+        let build_fifo_cores = || FifoCores::new(cores, latency);
         match self.policy {
-            Policy::CentralFcfs => {
-                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, NonZeroU16::MIN), fifo_cores())
+            CoreSelectionPolicy::CentralFcfs => {
+                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, NonZeroU16::MIN), build_fifo_cores())
             }
-            Policy::Random => visit_nic_server(visitor, RandomDispatcher::new(cores), fifo_cores()),
-            Policy::RoundRobin => visit_nic_server(visitor, RoundRobinDispatcher::new(cores), fifo_cores()),
-            Policy::ShortestQueue => visit_nic_server(visitor, JoinShortestQueue::unbounded(cores), fifo_cores()),
-            Policy::LightestQueue => visit_nic_server(visitor, JoinLightestQueue::new(cores), fifo_cores()),
-            Policy::BoundedShortestQueue(bound) => {
-                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, *bound), fifo_cores())
+            CoreSelectionPolicy::Random => visit_nic_server(visitor, RandomDispatcher::new(cores), build_fifo_cores()),
+            CoreSelectionPolicy::RoundRobin => {
+                visit_nic_server(visitor, RoundRobinDispatcher::new(cores), build_fifo_cores())
             }
-            Policy::RankedQueue(options) => self.build_ranked_queue_server(visitor, options),
-            Policy::ClassBoundedQueue(options) => visit_nic_server(
+            CoreSelectionPolicy::ShortestQueue => {
+                visit_nic_server(visitor, JoinShortestQueue::unbounded(cores), build_fifo_cores())
+            }
+            CoreSelectionPolicy::LightestQueue => {
+                visit_nic_server(visitor, JoinLightestQueue::new(cores), build_fifo_cores())
+            }
+            CoreSelectionPolicy::BoundedShortestQueue(bound) => {
+                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, *bound), build_fifo_cores())
+            }
+            CoreSelectionPolicy::RankedQueue(options) => self.build_ranked_queue_server(visitor, options),
+            CoreSelectionPolicy::ClassBoundedQueue(options) => visit_nic_server(
                 visitor,
-                ClassBoundedShortestQueue::new(options.class_bounds(cores, self.class_count)),
-                fifo_cores(),
+                ClassBoundedShortestQueue::new(options.to_class_bounds(cores, self.class_count)),
+                build_fifo_cores(),
             ),
-            Policy::Rss => visit_nic_server(visitor, self.rss_dispatcher(), fifo_cores()),
-            Policy::RssRebalancedEvery(regroup_interval) => visitor.visit(RebalancedServer::new(
-                NicServer::new(self.rss_dispatcher(), fifo_cores(), 1),
-                to_ticks(*regroup_interval),
+            CoreSelectionPolicy::Rss => visit_nic_server(visitor, self.build_rss_dispatcher(), build_fifo_cores()),
+            CoreSelectionPolicy::RssRebalancedEvery(regroup_interval) => visitor.visit_server(RebalancedServer::new(
+                NicServer::new(self.build_rss_dispatcher(), build_fifo_cores(), 1),
+                units_to_ticks(*regroup_interval),
             )),
-            Policy::WorkStealingAtCost(cost) => {
-                let stealing_cores = StealingCores::new(cores, to_ticks(*cost));
-                visit_nic_server(visitor, self.rss_dispatcher(), DisciplineCores::new(cores, latency, stealing_cores))
+            CoreSelectionPolicy::WorkStealingAtCost(cost) => {
+                let stealing_cores = StealingCores::new(cores, units_to_ticks(*cost));
+                visit_nic_server(
+                    visitor,
+                    self.build_rss_dispatcher(),
+                    QueueDisciplineCores::new(cores, latency, stealing_cores),
+                )
             }
-            Policy::ProcessorSharing => {
-                visit_nic_server(visitor, RoundRobinDispatcher::new(1), ProcessorSharing::new(cores, latency))
+            CoreSelectionPolicy::ProcessorSharing => {
+                visit_nic_server(visitor, RoundRobinDispatcher::new(1), ProcessorSharingCores::new(cores, latency))
             }
-            Policy::GroupedFcfs { groups, cores_per_group } => visit_nic_server(
+            CoreSelectionPolicy::GroupedFcfs { groups, cores_per_group } => visit_nic_server(
                 visitor,
                 GroupedFcfsDispatcher::new(groups.get(), cores_per_group.get(), latency),
-                fifo_cores(),
+                build_fifo_cores(),
             ),
         }
     }
 
-    fn rss_dispatcher(&self) -> RssDispatcher {
+    fn build_rss_dispatcher(&self) -> RssDispatcher {
         RssDispatcher::new(self.indirection_table.clone())
     }
 
@@ -88,10 +98,14 @@ impl ServerSpec<'_> {
         visitor: V,
         options: &JbsrqOptions,
     ) -> V::Output {
-        let Self { cores, interface_latency: latency, class_count: classes, .. } = *self;
+        let Self { core_count: cores, interface_latency: latency, class_count: classes, .. } = *self;
         let service_count = options.priorities.service_count(classes);
-        let priority_cores =
-            PriorityCores::new(cores, service_count, to_ticks(options.quantum), to_ticks(options.switch_cost));
+        let priority_cores = PriorityCores::new(
+            cores,
+            service_count,
+            units_to_ticks(options.quantum),
+            units_to_ticks(options.switch_cost),
+        );
         let JbsrqOptions { lambda, queue_depth: depth, rank_rule: rank, scheduler, .. } = *options;
         let ranked_services: Vec<_> = (0..service_count).map(|priority| RankedService { priority, lambda }).collect();
         let scheduler_config = FirstEligibleOutConfig {
@@ -101,20 +115,27 @@ impl ServerSpec<'_> {
         let rank_arrays = RankArrays::new(cores, &ranked_services, rank, depth);
         let dispatcher =
             JoinBoundedShortestRankedQueue::with_ranks(rank_arrays, &scheduler_config).expect("1 to 64 services");
-        let server = NicServer::new(dispatcher, DisciplineCores::new(cores, latency, priority_cores), service_count);
+        let server =
+            NicServer::new(dispatcher, QueueDisciplineCores::new(cores, latency, priority_cores), service_count);
         if options.core_assignment_mode == CoreAssignmentMode::CompleteShare {
-            return visitor.visit(server);
+            return visitor.visit_server(server);
         }
         let core_allocator =
-            CoreAllocator::new(options.core_assignment_mode, options.worker_count(cores), options.reserved_cores);
-        visitor.visit(RingLeaderServer::new(server, cores, core_allocator, to_ticks(options.monitor_interval), latency))
+            CoreAllocator::new(options.core_assignment_mode, options.serving_core_count(cores), options.reserved_cores);
+        visitor.visit_server(RingLeaderServer::new(
+            server,
+            cores,
+            core_allocator,
+            units_to_ticks(options.monitor_interval),
+            latency,
+        ))
     }
 }
 
 fn visit_nic_server<S: ResponseSink, V: ServerVisitor<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
 where
     D: Dispatcher + 'static,
-    C: Cores + 'static,
+    C: ServerCores + 'static,
 {
-    visitor.visit(NicServer::new(dispatcher, cores, 1))
+    visitor.visit_server(NicServer::new(dispatcher, cores, 1))
 }

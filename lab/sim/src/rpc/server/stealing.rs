@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use coreward_model::dispatch::{LongestQueueStealing, TournamentTree};
 
-use super::Request;
-use super::queued::Discipline;
+use super::SimulatedRequest;
+use super::queued::QueueDiscipline;
 use crate::rpc::ticks::Tick;
 
 /// Cores that serve their own queues in order of arrival. An idle core steals a waiting request from another core, and
@@ -14,14 +14,14 @@ use crate::rpc::ticks::Tick;
 pub struct StealingCores {
     stealing_cost: Tick,
     stealing_policy: LongestQueueStealing,
-    cores: Vec<Core>,
+    cores: Vec<StealingCore>,
 }
 
 #[derive(Debug, Clone, Default)]
-struct Core {
-    request_in_service: Option<Request>,
+struct StealingCore {
+    request_in_service: Option<SimulatedRequest>,
     busy_until: Tick,
-    queue: VecDeque<Request>,
+    queue: VecDeque<SimulatedRequest>,
     /// Total service time of all requests that have started on this core, including the cost of stealing.
     busy_time: Tick,
 }
@@ -32,7 +32,7 @@ impl StealingCores {
         Self {
             stealing_cost,
             stealing_policy: LongestQueueStealing::new(cores),
-            cores: vec![Core::default(); usize::from(cores)],
+            cores: vec![StealingCore::default(); usize::from(cores)],
         }
     }
 
@@ -40,7 +40,7 @@ impl StealingCores {
         &mut self,
         now: Tick,
         core: u16,
-        request: Request,
+        request: SimulatedRequest,
         additional_time: Tick,
         timers: &mut TournamentTree<Tick>,
     ) {
@@ -49,10 +49,10 @@ impl StealingCores {
         core_state.busy_time += additional_time + request.work;
         core_state.request_in_service = Some(request);
         timers.set_key(core, core_state.busy_until);
-        self.stealing_policy.set_busy(core, true);
+        self.stealing_policy.set_core_busy(core, true);
     }
 
-    fn take_first_waiting_request(&mut self, core: u16) -> Option<Request> {
+    fn take_first_waiting_request(&mut self, core: u16) -> Option<SimulatedRequest> {
         let queue = &mut self.cores[usize::from(core)].queue;
         let first_request = queue.pop_front()?;
         self.stealing_policy.set_queue_length(core, queue.len() as u32);
@@ -61,15 +61,15 @@ impl StealingCores {
 
     fn steal_request(&mut self, now: Tick, timers: &mut TournamentTree<Tick>) {
         if let Some(steal) = self.stealing_policy.next_steal()
-            && let Some(request) = self.take_first_waiting_request(steal.victim)
+            && let Some(request) = self.take_first_waiting_request(steal.victim_core)
         {
-            self.start_request(now, steal.thief, request, self.stealing_cost, timers);
+            self.start_request(now, steal.thief_core, request, self.stealing_cost, timers);
         }
     }
 }
 
-impl Discipline for StealingCores {
-    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>) {
+impl QueueDiscipline for StealingCores {
+    fn handle_arrival(&mut self, now: Tick, core: u16, request: SimulatedRequest, timers: &mut TournamentTree<Tick>) {
         let core_state = &mut self.cores[usize::from(core)];
         if core_state.request_in_service.is_none() {
             return self.start_request(now, core, request, 0, timers);
@@ -79,9 +79,9 @@ impl Discipline for StealingCores {
         self.steal_request(now, timers);
     }
 
-    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request> {
+    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<SimulatedRequest> {
         let finished_request = self.cores[usize::from(core)].request_in_service.take();
-        self.stealing_policy.set_busy(core, false);
+        self.stealing_policy.set_core_busy(core, false);
         match self.take_first_waiting_request(core) {
             Some(next_request) => self.start_request(now, core, next_request, 0, timers),
             None => self.steal_request(now, timers),
@@ -89,7 +89,7 @@ impl Discipline for StealingCores {
         finished_request
     }
 
-    fn busy_times(&self, now: Tick) -> Vec<Tick> {
+    fn core_busy_times(&self, now: Tick) -> Vec<Tick> {
         self.cores.iter().map(|core| core.busy_time - core.busy_until.saturating_sub(now)).collect()
     }
 }

@@ -12,9 +12,9 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use coreward_model::FourTuple;
 use foldhash::fast::FixedState;
 
-use super::headers::{FLAG_ENDS_CONNECTION, FLAG_IPV6, FLAG_OPENS_CONNECTION};
-use super::records::{Record, RecordBatch};
-use crate::trace::{FirstPacket, FlowEvent, Packet, PacketBatch};
+use super::headers::{FLAG_ENDS_CONNECTION, FLAG_IPV6_ADDRESSES, FLAG_OPENS_CONNECTION};
+use super::records::{PacketRecord, PacketRecordBatch};
+use crate::trace::{FirstPacket, FlowEvent, PacketBatch, TracePacket};
 
 /// Time during which a TCP flow may still send after its FIN or RST (ns).
 const CLOSING_FLOW_TIMEOUT_NS: u64 = 2_000_000_000;
@@ -66,13 +66,13 @@ impl FlowTracker {
     }
 
     /// Assigns the packets of `records` to flows, and appends them to `batch`.
-    pub fn assign_flows(&mut self, records: &RecordBatch, batch: &mut PacketBatch) {
+    pub fn assign_flows(&mut self, records: &PacketRecordBatch, batch: &mut PacketBatch) {
         for record in &records.packets {
             if record.time_ns >= self.next_sweep_ns {
                 self.remove_ended_flows(record.time_ns, &mut batch.packets);
             }
-            let ports = u64::from(record.ports) << 8 | u64::from(record.protocol);
-            let (number, is_new) = if record.flags & FLAG_IPV6 == 0 {
+            let ports = u64::from(record.port_pair) << 8 | u64::from(record.ip_protocol);
+            let (number, is_new) = if record.packet_flags & FLAG_IPV6_ADDRESSES == 0 {
                 self.find_or_add_ipv4_flow(u128::from(record.addresses_or_index) << 64 | u128::from(ports))
             } else {
                 self.find_or_add_ipv6_flow((records.ipv6_addresses[record.addresses_or_index as usize], ports))
@@ -120,12 +120,12 @@ impl FlowTracker {
     }
 
     #[inline]
-    fn append_packet(&mut self, record: &Record, number: u32, mut is_new: bool, batch: &mut PacketBatch) {
+    fn append_packet(&mut self, record: &PacketRecord, number: u32, mut is_new: bool, batch: &mut PacketBatch) {
         let flow = &mut self.flows[number as usize];
-        if record.flags != 0 && !is_new {
-            let is_replaced = flow.is_closing && record.flags & FLAG_OPENS_CONNECTION != 0;
+        if record.packet_flags != 0 && !is_new {
+            let is_replaced = flow.is_closing && record.packet_flags & FLAG_OPENS_CONNECTION != 0;
             if is_replaced {
-                batch.packets.push(Packet {
+                batch.packets.push(TracePacket {
                     time_ns: record.time_ns,
                     flow_number: number,
                     wire_bytes: 0,
@@ -136,16 +136,16 @@ impl FlowTracker {
             }
         }
         flow.last_packet_ns = record.time_ns;
-        flow.is_closing |= record.flags & FLAG_ENDS_CONNECTION != 0;
+        flow.is_closing |= record.packet_flags & FLAG_ENDS_CONNECTION != 0;
         let event = if is_new {
             batch
                 .first_packets
-                .push(FirstPacket { tuple: key_to_tuple(&self.flow_keys[number as usize]), rate_pps: None });
+                .push(FirstPacket { tuple: flow_key_to_tuple(&self.flow_keys[number as usize]), rate_pps: None });
             FlowEvent::OPENS
         } else {
             FlowEvent::NONE
         };
-        batch.packets.push(Packet {
+        batch.packets.push(TracePacket {
             time_ns: record.time_ns,
             flow_number: number,
             wire_bytes: record.wire_bytes,
@@ -154,7 +154,7 @@ impl FlowTracker {
     }
 
     /// Removes the flows that have ended by `now_ns`.
-    fn remove_ended_flows(&mut self, now_ns: u64, events: &mut Vec<Packet>) {
+    fn remove_ended_flows(&mut self, now_ns: u64, events: &mut Vec<TracePacket>) {
         for number in 0..self.flows.len() as u32 {
             let flow = self.flows[number as usize];
             let timeout_ns =
@@ -168,7 +168,7 @@ impl FlowTracker {
                 FlowKey::Unused => continue,
             };
             self.free_flow_numbers.push(number);
-            events.push(Packet { time_ns: now_ns, flow_number: number, wire_bytes: 0, event: FlowEvent::EXPIRES });
+            events.push(TracePacket { time_ns: now_ns, flow_number: number, wire_bytes: 0, event: FlowEvent::EXPIRES });
         }
         // This is often enough to free ended flows soon, and so seldom that the scan costs almost nothing per packet.
         self.next_sweep_ns = now_ns + (CLOSING_FLOW_TIMEOUT_NS.min(self.idle_timeout_ns) / 4).max(1);
@@ -176,18 +176,19 @@ impl FlowTracker {
 }
 
 /// Returns the 4-tuple of a flow, in which the client is the sender of the flow's packets.
-fn key_to_tuple(key: &FlowKey) -> FourTuple {
+fn flow_key_to_tuple(key: &FlowKey) -> FourTuple {
     let split_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
     match key {
         FlowKey::V4(key) => {
             let (source, destination) = split_ports(*key as u64);
-            let address = |shift: u32| Ipv4Addr::from_bits((key >> shift) as u32);
-            FourTuple::ipv4((address(96), source), (address(64), destination))
+            let ipv4_address_at = |shift: u32| Ipv4Addr::from_bits((key >> shift) as u32);
+            FourTuple::ipv4((ipv4_address_at(96), source), (ipv4_address_at(64), destination))
         }
         FlowKey::V6((addresses, ports)) => {
             let (source, destination) = split_ports(*ports);
-            let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&addresses[at..at + 16]).expect("16 bytes"));
-            FourTuple::ipv6((address(0), source), (address(16), destination))
+            let ipv6_address_at =
+                |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&addresses[at..at + 16]).expect("16 bytes"));
+            FourTuple::ipv6((ipv6_address_at(0), source), (ipv6_address_at(16), destination))
         }
         FlowKey::Unused => unreachable!("a flow that has just begun has a key"),
     }

@@ -3,7 +3,7 @@
 use super::error::CaptureError;
 
 /// Flag of a packet with IPv6 addresses.
-pub const FLAG_IPV6: u8 = 1;
+pub const FLAG_IPV6_ADDRESSES: u8 = 1;
 /// Flag of a TCP segment that opens a connection, that is, has SYN without ACK.
 pub const FLAG_OPENS_CONNECTION: u8 = 2;
 /// Flag of a TCP segment with FIN or RST.
@@ -47,7 +47,7 @@ impl TryFrom<u32> for LinkType {
 
 impl LinkType {
     /// Returns the length of the headers before the network layer (bytes), not counting VLAN tags.
-    fn header_bytes(self) -> usize {
+    fn link_header_length(self) -> usize {
         match self {
             LinkType::Ethernet => 14,
             LinkType::Loopback => 4,
@@ -59,12 +59,12 @@ impl LinkType {
 
     /// Returns the smallest captured length that includes the ports of an IPv4 packet without options (bytes).
     pub fn min_snap_length(self) -> u32 {
-        self.header_bytes() as u32 + 24
+        self.link_header_length() as u32 + 24
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SkipReason {
+pub enum PacketSkipReason {
     /// The packet has another network protocol, such as ARP, LLDP or MPLS.
     NotIp,
     /// The packet has another transport protocol, such as ICMP, GRE or ESP.
@@ -79,33 +79,33 @@ pub enum SkipReason {
     NoTimestamp,
 }
 
-impl SkipReason {
+impl PacketSkipReason {
     /// All reasons in the order of their declaration.
-    pub const ALL: [SkipReason; 6] = [
-        SkipReason::NotIp,
-        SkipReason::OtherProtocol,
-        SkipReason::Fragment,
-        SkipReason::CutOff,
-        SkipReason::Malformed,
-        SkipReason::NoTimestamp,
+    pub const ALL: [PacketSkipReason; 6] = [
+        PacketSkipReason::NotIp,
+        PacketSkipReason::OtherProtocol,
+        PacketSkipReason::Fragment,
+        PacketSkipReason::CutOff,
+        PacketSkipReason::Malformed,
+        PacketSkipReason::NoTimestamp,
     ];
     pub const COUNT: usize = Self::ALL.len();
 
     pub fn name(self) -> &'static str {
         match self {
-            SkipReason::NotIp => "not IP",
-            SkipReason::OtherProtocol => "neither TCP nor UDP",
-            SkipReason::Fragment => "fragment after the first",
-            SkipReason::CutOff => "cut off before the ports",
-            SkipReason::Malformed => "malformed",
-            SkipReason::NoTimestamp => "without a time stamp",
+            PacketSkipReason::NotIp => "not IP",
+            PacketSkipReason::OtherProtocol => "neither TCP nor UDP",
+            PacketSkipReason::Fragment => "fragment after the first",
+            PacketSkipReason::CutOff => "cut off before the ports",
+            PacketSkipReason::Malformed => "malformed",
+            PacketSkipReason::NoTimestamp => "without a time stamp",
         }
     }
 }
 
 /// Source and destination address of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Addresses {
+pub enum AddressPair {
     /// IPv4 addresses, with the source in the upper half.
     V4(u64),
     /// IPv6 addresses, with the source first.
@@ -115,13 +115,13 @@ pub enum Addresses {
 /// Fields of a packet that identify its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParsedHeaders {
-    pub addresses: Addresses,
+    pub addresses: AddressPair,
     /// Source and destination port, with the source in the upper half.
-    pub ports: u32,
+    pub port_pair: u32,
     /// IP protocol number, which is 6 (TCP) or 17 (UDP).
-    pub protocol: u8,
+    pub ip_protocol: u8,
     /// Combination of [`FLAG_OPENS_CONNECTION`] and [`FLAG_ENDS_CONNECTION`].
-    pub flags: u8,
+    pub connection_flags: u8,
 }
 
 const ETHERTYPE_IPV4: u16 = 0x0800;
@@ -134,30 +134,30 @@ const IP_PROTOCOL_UDP: u8 = 17;
 
 /// Returns the addresses, ports and flags of a packet. Fails when the packet has no ports or they were not captured.
 #[inline]
-pub fn parse_headers(link_type: LinkType, data: &[u8]) -> Result<ParsedHeaders, SkipReason> {
+pub fn parse_headers(link_type: LinkType, data: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
     match link_type {
         LinkType::Ethernet => parse_from_ethertype(data, 12),
         LinkType::LinuxCooked => parse_from_ethertype(data, 14),
         LinkType::LinuxCooked2 => {
-            let (header, packet) = data.split_at_checked(20).ok_or(SkipReason::CutOff)?;
-            parse_ethertype(u16_at(header, 0).ok_or(SkipReason::CutOff)?, packet)
+            let (header, packet) = data.split_at_checked(20).ok_or(PacketSkipReason::CutOff)?;
+            parse_ethertype(read_be_u16(header, 0).ok_or(PacketSkipReason::CutOff)?, packet)
         }
         LinkType::Raw => parse_by_ip_version(data),
         LinkType::Ipv4 => parse_ipv4(data),
         LinkType::Ipv6 => parse_ipv6(data),
-        LinkType::Loopback => parse_by_ip_version(data.get(4..).ok_or(SkipReason::CutOff)?),
+        LinkType::Loopback => parse_by_ip_version(data.get(4..).ok_or(PacketSkipReason::CutOff)?),
     }
 }
 
-fn u16_at(data: &[u8], offset: usize) -> Option<u16> {
+fn read_be_u16(data: &[u8], offset: usize) -> Option<u16> {
     Some(u16::from_be_bytes(data.get(offset..offset + 2)?.try_into().ok()?))
 }
 
 /// Parses a packet, beginning at its EtherType. There may be any number of VLAN tags.
 #[inline]
-fn parse_from_ethertype(data: &[u8], mut offset: usize) -> Result<ParsedHeaders, SkipReason> {
+fn parse_from_ethertype(data: &[u8], mut offset: usize) -> Result<ParsedHeaders, PacketSkipReason> {
     loop {
-        let ethertype = u16_at(data, offset).ok_or(SkipReason::CutOff)?;
+        let ethertype = read_be_u16(data, offset).ok_or(PacketSkipReason::CutOff)?;
         if !ETHERTYPES_VLAN.contains(&ethertype) {
             return parse_ethertype(ethertype, &data[offset + 2..]);
         }
@@ -166,76 +166,76 @@ fn parse_from_ethertype(data: &[u8], mut offset: usize) -> Result<ParsedHeaders,
 }
 
 #[inline]
-fn parse_ethertype(ethertype: u16, packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
+fn parse_ethertype(ethertype: u16, packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
     match ethertype {
         ETHERTYPE_IPV4 => parse_ipv4(packet),
         ETHERTYPE_IPV6 => parse_ipv6(packet),
-        _ => Err(SkipReason::NotIp),
+        _ => Err(PacketSkipReason::NotIp),
     }
 }
 
-fn parse_by_ip_version(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
-    match packet.first().ok_or(SkipReason::CutOff)? >> 4 {
+fn parse_by_ip_version(packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
+    match packet.first().ok_or(PacketSkipReason::CutOff)? >> 4 {
         4 => parse_ipv4(packet),
         6 => parse_ipv6(packet),
-        _ => Err(SkipReason::NotIp),
+        _ => Err(PacketSkipReason::NotIp),
     }
 }
 
 #[inline]
-fn parse_ipv4(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
-    let header: &[u8; 20] = packet.first_chunk().ok_or(SkipReason::CutOff)?;
+fn parse_ipv4(packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
+    let header: &[u8; 20] = packet.first_chunk().ok_or(PacketSkipReason::CutOff)?;
     let header_bytes = usize::from(header[0] & 0x0f) * 4;
     if header[0] >> 4 != 4 || header_bytes < 20 {
-        return Err(SkipReason::Malformed);
+        return Err(PacketSkipReason::Malformed);
     }
     // The lower 13 bits are the fragment offset.
     if u16::from_be_bytes([header[6], header[7]]) & 0x1fff != 0 {
-        return Err(SkipReason::Fragment);
+        return Err(PacketSkipReason::Fragment);
     }
     let address_bytes: [u8; 8] = header[12..20].try_into().expect("eight bytes");
     parse_transport(
         header[9],
-        packet.get(header_bytes..).ok_or(SkipReason::CutOff)?,
-        Addresses::V4(u64::from_be_bytes(address_bytes)),
+        packet.get(header_bytes..).ok_or(PacketSkipReason::CutOff)?,
+        AddressPair::V4(u64::from_be_bytes(address_bytes)),
     )
 }
 
-fn parse_ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
-    let header: &[u8; 40] = packet.first_chunk().ok_or(SkipReason::CutOff)?;
+fn parse_ipv6(packet: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
+    let header: &[u8; 40] = packet.first_chunk().ok_or(PacketSkipReason::CutOff)?;
     if header[0] >> 4 != 6 {
-        return Err(SkipReason::Malformed);
+        return Err(PacketSkipReason::Malformed);
     }
-    let addresses = Addresses::V6(header[8..40].try_into().expect("32 bytes"));
+    let addresses = AddressPair::V6(header[8..40].try_into().expect("32 bytes"));
     let (mut next_header, mut payload) = (header[6], &packet[40..]);
     loop {
         // By RFC 8200, Sect. 4, headers other than the fragment header and AH contain their length in units of 8 bytes,
         // without the first 8.
         let header_bytes = match next_header {
             // These are hop-by-hop options, routing, destination options, mobility, HIP and shim6.
-            0 | 43 | 60 | 135 | 139 | 140 => usize::from(*payload.get(1).ok_or(SkipReason::CutOff)?) * 8 + 8,
+            0 | 43 | 60 | 135 | 139 | 140 => usize::from(*payload.get(1).ok_or(PacketSkipReason::CutOff)?) * 8 + 8,
             44 => {
                 // The upper 13 bits are the fragment offset.
-                if u16_at(payload, 2).ok_or(SkipReason::CutOff)? & 0xfff8 != 0 {
-                    return Err(SkipReason::Fragment);
+                if read_be_u16(payload, 2).ok_or(PacketSkipReason::CutOff)? & 0xfff8 != 0 {
+                    return Err(PacketSkipReason::Fragment);
                 }
                 8
             }
             // The authentication header has its length in units of 4 bytes, minus 2.
-            51 => usize::from(*payload.get(1).ok_or(SkipReason::CutOff)?) * 4 + 8,
+            51 => usize::from(*payload.get(1).ok_or(PacketSkipReason::CutOff)?) * 4 + 8,
             _ => return parse_transport(next_header, payload, addresses),
         };
-        next_header = *payload.first().ok_or(SkipReason::CutOff)?;
-        payload = payload.get(header_bytes..).ok_or(SkipReason::CutOff)?;
+        next_header = *payload.first().ok_or(PacketSkipReason::CutOff)?;
+        payload = payload.get(header_bytes..).ok_or(PacketSkipReason::CutOff)?;
     }
 }
 
 #[inline]
-fn parse_transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<ParsedHeaders, SkipReason> {
+fn parse_transport(protocol: u8, segment: &[u8], addresses: AddressPair) -> Result<ParsedHeaders, PacketSkipReason> {
     if protocol != IP_PROTOCOL_TCP && protocol != IP_PROTOCOL_UDP {
-        return Err(SkipReason::OtherProtocol);
+        return Err(PacketSkipReason::OtherProtocol);
     }
-    let ports = u32::from_be_bytes(*segment.first_chunk().ok_or(SkipReason::CutOff)?);
+    let ports = u32::from_be_bytes(*segment.first_chunk().ok_or(PacketSkipReason::CutOff)?);
     // If a capture ends between ports and flags, the idle timeout ends the flow.
     let flags = match segment.get(13) {
         Some(flags) if protocol == IP_PROTOCOL_TCP => {
@@ -244,5 +244,5 @@ fn parse_transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result
         }
         _ => 0,
     };
-    Ok(ParsedHeaders { addresses, ports, protocol, flags })
+    Ok(ParsedHeaders { addresses, port_pair: ports, ip_protocol: protocol, connection_flags: flags })
 }

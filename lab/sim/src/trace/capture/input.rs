@@ -14,7 +14,7 @@ use crate::trace::TraceError;
 
 /// Format of a file, as detected from its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FileFormat {
+pub enum TraceFileFormat {
     Pcap,
     Pcapng,
     ArrivalLog,
@@ -29,61 +29,63 @@ pub enum FileFormat {
 /// Length of the longest magic number that identifies a format (bytes).
 const MAX_MAGIC_NUMBER_BYTES: usize = 6;
 
-pub fn detect_format(first_bytes: &[u8]) -> FileFormat {
+pub fn detect_format(first_bytes: &[u8]) -> TraceFileFormat {
     match first_bytes {
         // These are the formats with microseconds and with nanoseconds, in both byte orders.
-        [0xa1, 0xb2, 0xc3, 0xd4, ..] | [0xd4, 0xc3, 0xb2, 0xa1, ..] => FileFormat::Pcap,
-        [0xa1, 0xb2, 0x3c, 0x4d, ..] | [0x4d, 0x3c, 0xb2, 0xa1, ..] => FileFormat::Pcap,
-        [0x0a, 0x0d, 0x0d, 0x0a, ..] => FileFormat::Pcapng,
-        [b'c', b'o', b'r', b'e', b'w', b'a', ..] => FileFormat::ArrivalLog,
-        [0x1f, 0x8b, ..] => FileFormat::Gzip,
-        [0xfd, b'7', b'z', b'X', b'Z', 0x00, ..] => FileFormat::Xz,
-        [0x28, 0xb5, 0x2f, 0xfd, ..] => FileFormat::Zstd,
-        _ => FileFormat::Unknown,
+        [0xa1, 0xb2, 0xc3, 0xd4, ..] | [0xd4, 0xc3, 0xb2, 0xa1, ..] => TraceFileFormat::Pcap,
+        [0xa1, 0xb2, 0x3c, 0x4d, ..] | [0x4d, 0x3c, 0xb2, 0xa1, ..] => TraceFileFormat::Pcap,
+        [0x0a, 0x0d, 0x0d, 0x0a, ..] => TraceFileFormat::Pcapng,
+        [b'c', b'o', b'r', b'e', b'w', b'a', ..] => TraceFileFormat::ArrivalLog,
+        [0x1f, 0x8b, ..] => TraceFileFormat::Gzip,
+        [0xfd, b'7', b'z', b'X', b'Z', 0x00, ..] => TraceFileFormat::Xz,
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => TraceFileFormat::Zstd,
+        _ => TraceFileFormat::Unknown,
     }
 }
 
 /// Reader of a file from its beginning, including the magic number that has already been read.
-pub type InputReader = Box<dyn Read + Send>;
+pub type BoxedReader = Box<dyn Read + Send>;
 
 /// Opened file whose format is known.
-pub struct TraceInput {
+pub struct OpenedTraceFile {
     /// Reader of the decompressed contents.
-    pub reader: InputReader,
+    pub reader: BoxedReader,
     /// Format of the decompressed contents.
-    pub format: FileFormat,
+    pub format: TraceFileFormat,
 }
 
 /// Opens a file and decompresses it, several times if it was compressed repeatedly. Fails when it cannot be read, or is
 /// neither a capture nor an arrival log.
-pub fn open(path: &Path) -> Result<TraceInput, TraceError> {
-    let path_text = || path.display().to_string();
-    let file_error = |error| TraceError::File { path: path_text(), error };
-    let file = File::open(path).map_err(file_error)?;
-    let (first_bytes, mut reader) = peek_magic_number(file).map_err(file_error)?;
+pub fn open_trace_file(path: &Path) -> Result<OpenedTraceFile, TraceError> {
+    let path_to_text = || path.display().to_string();
+    let to_file_error = |error| TraceError::File { path: path_to_text(), error };
+    let file = File::open(path).map_err(to_file_error)?;
+    let (first_bytes, mut reader) = peek_magic_number(file).map_err(to_file_error)?;
     let mut format = detect_format(&first_bytes);
     let mut first_bytes = first_bytes;
-    if matches!(format, FileFormat::Gzip | FileFormat::Xz | FileFormat::Zstd) {
-        let (inner_first_bytes, inner_reader) = peek_magic_number(decompress(format, reader)).map_err(file_error)?;
+    if matches!(format, TraceFileFormat::Gzip | TraceFileFormat::Xz | TraceFileFormat::Zstd) {
+        let (inner_first_bytes, inner_reader) = peek_magic_number(decompress(format, reader)).map_err(to_file_error)?;
         (format, first_bytes, reader) = (detect_format(&inner_first_bytes), inner_first_bytes, inner_reader);
     }
     match format {
-        FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(TraceInput { reader, format }),
-        _ => Err(TraceError::Capture { path: path_text(), error: CaptureError::UnknownFormat { first_bytes } }),
+        TraceFileFormat::Pcap | TraceFileFormat::Pcapng | TraceFileFormat::ArrivalLog => {
+            Ok(OpenedTraceFile { reader, format })
+        }
+        _ => Err(TraceError::Capture { path: path_to_text(), error: CaptureError::UnknownFormat { first_bytes } }),
     }
 }
 
-fn decompress(format: FileFormat, reader: InputReader) -> InputReader {
+fn decompress(format: TraceFileFormat, reader: BoxedReader) -> BoxedReader {
     let reader = BufReader::with_capacity(1 << 16, reader);
     match format {
-        FileFormat::Gzip => Box::new(MultiGzDecoder::new(reader)),
-        FileFormat::Xz => Box::new(XzReader::new(reader, true)),
+        TraceFileFormat::Gzip => Box::new(MultiGzDecoder::new(reader)),
+        TraceFileFormat::Xz => Box::new(XzReader::new(reader, true)),
         _ => Box::new(ZstdReader { source: reader, decoder: FrameDecoder::new(), is_in_frame: false }),
     }
 }
 
 /// Returns the first bytes of the input, and a reader that returns them again before the rest.
-fn peek_magic_number(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<u8>, InputReader)> {
+fn peek_magic_number(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<u8>, BoxedReader)> {
     let mut first_bytes = Vec::with_capacity(MAX_MAGIC_NUMBER_BYTES);
     reader.by_ref().take(MAX_MAGIC_NUMBER_BYTES as u64).read_to_end(&mut first_bytes)?;
     let complete_reader: Chain<Cursor<Vec<u8>>, _> = Cursor::new(first_bytes.clone()).chain(reader);
@@ -92,7 +94,7 @@ fn peek_magic_number(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<
 
 /// Reader of all frames in a Zstandard file. The library's decoder alone would stop after the first frame.
 struct ZstdReader {
-    source: BufReader<InputReader>,
+    source: BufReader<BoxedReader>,
     decoder: FrameDecoder,
     is_in_frame: bool,
 }

@@ -23,24 +23,24 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use self::flows::FlowTracker;
-use self::records::{RecordBatch, StopReason};
-use super::{PacketBatch, SkipCounts, Trace, TraceError};
+use self::records::{PacketRecordBatch, ReadStopReason};
+use super::{PacketBatch, PacketSkipCounts, Trace, TraceError};
 
-use self::input::TraceInput;
+use self::input::OpenedTraceFile;
 
 pub use error::CaptureError;
-pub use input::FileFormat;
+pub use input::TraceFileFormat;
 
 /// Number of packet batches that circulate between the thread that reads the file and the thread that uses the packets.
-const BATCH_COUNT: usize = 4;
+const RECORD_BATCH_COUNT: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ReadOptions {
+pub struct CaptureReadOptions {
     /// Time without packets after which a flow has ended (ns).
     pub idle_timeout_ns: u64,
 }
 
-impl Default for ReadOptions {
+impl Default for CaptureReadOptions {
     /// Returns options with an idle timeout of 60 s. Applications rarely pause longer, and memory is only needed for
     /// one minute.
     fn default() -> Self {
@@ -50,36 +50,36 @@ impl Default for ReadOptions {
 
 /// Trace whose packets are read from a capture.
 pub struct CaptureTrace {
-    filled_batches: Receiver<RecordBatch>,
-    empty_batches: SyncSender<RecordBatch>,
+    filled_batches: Receiver<PacketRecordBatch>,
+    empty_batches: SyncSender<PacketRecordBatch>,
     reader_thread: Option<JoinHandle<Result<(), TraceError>>>,
     flow_tracker: FlowTracker,
-    skip_counts: SkipCounts,
+    skip_counts: PacketSkipCounts,
     reordered_packet_count: u64,
 }
 
 impl CaptureTrace {
     /// Starts a thread that reads the capture. Later errors name `path`.
-    pub fn start(input: TraceInput, path: &Path, options: ReadOptions) -> Self {
+    pub fn start_reading(input: OpenedTraceFile, path: &Path, options: CaptureReadOptions) -> Self {
         let path_text = path.display().to_string();
-        let (filled_batch_sender, filled_batches) = sync_channel(BATCH_COUNT);
-        let (empty_batches, empty_batch_receiver) = sync_channel(BATCH_COUNT);
-        for _ in 0..BATCH_COUNT {
-            empty_batches.send(RecordBatch::default()).expect("the receiver is here");
+        let (filled_batch_sender, filled_batches) = sync_channel(RECORD_BATCH_COUNT);
+        let (empty_batches, empty_batch_receiver) = sync_channel(RECORD_BATCH_COUNT);
+        for _ in 0..RECORD_BATCH_COUNT {
+            empty_batches.send(PacketRecordBatch::default()).expect("the receiver is here");
         }
         let read_file = move || {
             let mut frame_parser = records::FrameParser::new(filled_batch_sender, empty_batch_receiver);
             let result = match input.format {
-                FileFormat::Pcap => pcap::read_capture(input.reader, &mut frame_parser),
+                TraceFileFormat::Pcap => pcap::read_capture(input.reader, &mut frame_parser),
                 _ => pcapng::read_capture(input.reader, &mut frame_parser),
             };
             match result.and_then(|()| frame_parser.send_last_batch()) {
-                Ok(()) | Err(StopReason::ReceiverClosed) => Ok(()),
-                Err(StopReason::Error(error)) => Err(TraceError::Capture { path: path_text, error }),
+                Ok(()) | Err(ReadStopReason::ReceiverClosed) => Ok(()),
+                Err(ReadStopReason::CaptureFailed(error)) => Err(TraceError::Capture { path: path_text, error }),
             }
         };
         let reader_thread = Some(std::thread::spawn(read_file));
-        let (flow_tracker, skip_counts) = (FlowTracker::new(options.idle_timeout_ns), SkipCounts::new());
+        let (flow_tracker, skip_counts) = (FlowTracker::new(options.idle_timeout_ns), PacketSkipCounts::new());
         Self { filled_batches, empty_batches, reader_thread, flow_tracker, skip_counts, reordered_packet_count: 0 }
     }
 }
@@ -105,7 +105,7 @@ impl Trace for CaptureTrace {
         Ok(())
     }
 
-    fn skip_counts(&self) -> SkipCounts {
+    fn skip_counts(&self) -> PacketSkipCounts {
         self.skip_counts.clone()
     }
 

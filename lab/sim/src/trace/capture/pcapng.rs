@@ -6,9 +6,9 @@ use pcap_parser::traits::PcapReaderIterator as _;
 use pcap_parser::{Block, PcapBlockOwned, PcapError, PcapNGReader};
 
 use super::error::CaptureError;
-use super::headers::{LinkType, SkipReason};
-use super::input::InputReader;
-use super::records::{Frame, FrameParser, StopReason};
+use super::headers::{LinkType, PacketSkipReason};
+use super::input::BoxedReader;
+use super::records::{CapturedFrame, FrameParser, ReadStopReason};
 
 /// Initial size of the library's buffer (bytes). The next constant is the maximum size of a block.
 const INITIAL_BUFFER_BYTES: usize = 1 << 20;
@@ -16,7 +16,7 @@ const MAX_BLOCK_BYTES: usize = 1 << 25;
 
 /// Reader that fills the whole buffer in each read, because the library needs a file's first block in its first read.
 /// For a truncated compressed file, it signals a normal end of file.
-struct FullBufferReader(InputReader);
+struct FullBufferReader(BoxedReader);
 
 impl Read for FullBufferReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
@@ -34,7 +34,7 @@ impl Read for FullBufferReader {
     }
 }
 
-struct Interface {
+struct CaptureInterface {
     link_type: Result<LinkType, u32>,
     ticks_per_s: i128,
     time_offset_s: i64,
@@ -42,12 +42,12 @@ struct Interface {
 
 /// Returns the ticks per second that the option if_tsresol specifies. This is a power of 10, or of 2 if the uppermost
 /// bit is set (which the library does not support). The largest supported value is 10^38.
-fn ticks_per_s(if_tsresol: u8) -> i128 {
+fn timestamp_ticks_per_s(if_tsresol: u8) -> i128 {
     let exponent = u32::from(if_tsresol & 0x7f);
     if if_tsresol & 0x80 == 0 { 10i128.pow(exponent.min(38)) } else { 1 << exponent.min(126) }
 }
 
-impl Interface {
+impl CaptureInterface {
     /// Converts a time stamp to ns since 1970. Returns `None` if it is before 1970, or more than 500 years after.
     fn time_ns(&self, ticks_high: u32, ticks_low: u32) -> Option<u64> {
         let ticks = i128::from(u64::from(ticks_high) << 32 | u64::from(ticks_low));
@@ -57,7 +57,7 @@ impl Interface {
 }
 
 /// Reads a whole file and passes its frames to `frame_parser`. An error names the fault and its position.
-pub fn read_capture(reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
+pub fn read_capture(reader: BoxedReader, frame_parser: &mut FrameParser) -> Result<(), ReadStopReason> {
     let mut block_reader = match PcapNGReader::new(INITIAL_BUFFER_BYTES, FullBufferReader(reader)) {
         Ok(file) => file,
         Err(error) => return Err(to_stop_reason(&error, frame_parser)),
@@ -89,17 +89,17 @@ fn refill_block_reader(
     block_reader: &mut PcapNGReader<FullBufferReader>,
     capacity: usize,
     frame_parser: &FrameParser,
-) -> Result<(), StopReason> {
+) -> Result<(), ReadStopReason> {
     if block_reader.reader_exhausted() {
-        return Err(frame_parser.truncation_error().into());
+        return Err(frame_parser.build_truncation_error().into());
     }
     block_reader.grow(capacity);
     block_reader.refill().map_err(|error| to_stop_reason(&error, frame_parser))
 }
 
-fn to_stop_reason(error: &PcapError<&[u8]>, frame_parser: &FrameParser) -> StopReason {
+fn to_stop_reason(error: &PcapError<&[u8]>, frame_parser: &FrameParser) -> ReadStopReason {
     match error {
-        PcapError::UnexpectedEof | PcapError::Incomplete(_) => frame_parser.truncation_error().into(),
+        PcapError::UnexpectedEof | PcapError::Incomplete(_) => frame_parser.build_truncation_error().into(),
         PcapError::BufferTooSmall => {
             let (number, bytes) = (frame_parser.packet_count() + 1, MAX_BLOCK_BYTES as u64 + 1);
             CaptureError::OversizedPacket { packet_number: number, bytes, max_bytes: MAX_BLOCK_BYTES as u32 }.into()
@@ -121,14 +121,14 @@ fn to_stop_reason(error: &PcapError<&[u8]>, frame_parser: &FrameParser) -> StopR
 
 fn parse_block(
     block: &Block<'_>,
-    interfaces: &mut Vec<Interface>,
+    interfaces: &mut Vec<CaptureInterface>,
     frame_parser: &mut FrameParser,
-) -> Result<(), StopReason> {
+) -> Result<(), ReadStopReason> {
     match block {
         Block::SectionHeader(_) => interfaces.clear(),
-        Block::InterfaceDescription(interface) => interfaces.push(Interface {
+        Block::InterfaceDescription(interface) => interfaces.push(CaptureInterface {
             link_type: LinkType::try_from(interface.linktype.0 as u32).map_err(|_| interface.linktype.0 as u32),
-            ticks_per_s: ticks_per_s(interface.if_tsresol),
+            ticks_per_s: timestamp_ticks_per_s(interface.if_tsresol),
             time_offset_s: interface.ts_offset(),
         }),
         Block::EnhancedPacket(packet) => {
@@ -138,14 +138,13 @@ fn parse_block(
             };
             let data = &packet.data[..packet.data.len().min(packet.caplen as usize)];
             match (interface.link_type, interface.time_ns(packet.ts_high, packet.ts_low)) {
-                (Ok(link_type), Some(time_ns)) => {
-                    frame_parser.record_frame(link_type, &Frame { time_ns, wire_bytes: packet.origlen, data })?
-                }
+                (Ok(link_type), Some(time_ns)) => frame_parser
+                    .record_frame(link_type, &CapturedFrame { time_ns, wire_bytes: packet.origlen, data })?,
                 (Err(number), _) => return Err(CaptureError::UnsupportedLinkType(number).into()),
-                (_, None) => frame_parser.count_skipped_packet(SkipReason::NoTimestamp),
+                (_, None) => frame_parser.count_skipped_packet(PacketSkipReason::NoTimestamp),
             }
         }
-        Block::SimplePacket(_) => frame_parser.count_skipped_packet(SkipReason::NoTimestamp),
+        Block::SimplePacket(_) => frame_parser.count_skipped_packet(PacketSkipReason::NoTimestamp),
         _ => {}
     }
     Ok(())

@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, SyncSender};
 
 use super::error::{CaptureError, REORDER_TOLERANCE_NS};
-use super::headers::{self, Addresses, FLAG_IPV6, LinkType, ParsedHeaders, SkipReason};
+use super::headers::{self, AddressPair, FLAG_IPV6_ADDRESSES, LinkType, PacketSkipReason, ParsedHeaders};
 
 const PACKETS_PER_BATCH: usize = 32_768;
 
@@ -12,53 +12,53 @@ const MAX_TOLERATED_CUT_OFF_PACKETS: u64 = 100;
 
 /// Reason why reading stopped before the end of the file.
 #[derive(Debug)]
-pub enum StopReason {
+pub enum ReadStopReason {
     /// The capture file is invalid.
-    Error(CaptureError),
+    CaptureFailed(CaptureError),
     /// The thread that uses the packets has closed its end of the channel.
     ReceiverClosed,
 }
 
-impl From<CaptureError> for StopReason {
+impl From<CaptureError> for ReadStopReason {
     fn from(error: CaptureError) -> Self {
-        StopReason::Error(error)
+        ReadStopReason::CaptureFailed(error)
     }
 }
 
 /// Packet whose headers have been parsed.
 #[derive(Debug, Clone, Copy)]
-pub struct Record {
+pub struct PacketRecord {
     /// Time since the first packet of the file (ns).
     pub time_ns: u64,
     /// Source and destination address of an IPv4 packet, or the index of an IPv6 packet in
-    /// [`RecordBatch::ipv6_addresses`].
+    /// [`PacketRecordBatch::ipv6_addresses`].
     pub addresses_or_index: u64,
     /// Source and destination port, with the source in the upper half.
-    pub ports: u32,
+    pub port_pair: u32,
     /// Length of the packet on the wire (bytes), at most 65,535.
     pub wire_bytes: u16,
     /// IP protocol number, which is 6 (TCP) or 17 (UDP).
-    pub protocol: u8,
-    /// Combination of flags such as [`FLAG_IPV6`].
-    pub flags: u8,
+    pub ip_protocol: u8,
+    /// Combination of flags such as [`FLAG_IPV6_ADDRESSES`].
+    pub packet_flags: u8,
 }
 
 /// Batch of parsed packets, with counts of the packets that were skipped between them.
 #[derive(Debug, Default)]
-pub struct RecordBatch {
-    pub packets: Vec<Record>,
+pub struct PacketRecordBatch {
+    pub packets: Vec<PacketRecord>,
     /// Source and destination addresses of the IPv6 packets in the batch.
     pub ipv6_addresses: Vec<[u8; 32]>,
     /// Number of skipped packets for each reason.
-    skip_counts: [u64; SkipReason::COUNT],
+    skip_counts: [u64; PacketSkipReason::COUNT],
     /// Number of packets whose time stamp is earlier than that of the packet before, within the tolerance.
     pub reordered_packet_count: u64,
 }
 
-impl RecordBatch {
+impl PacketRecordBatch {
     /// Returns the reasons for which packets were skipped, each with the number of these packets.
     pub fn skip_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        SkipReason::ALL
+        PacketSkipReason::ALL
             .into_iter()
             .zip(self.skip_counts)
             .filter(|(_, count)| *count > 0)
@@ -68,13 +68,13 @@ impl RecordBatch {
     fn clear(&mut self) {
         self.packets.clear();
         self.ipv6_addresses.clear();
-        self.skip_counts = [0; SkipReason::COUNT];
+        self.skip_counts = [0; PacketSkipReason::COUNT];
         self.reordered_packet_count = 0;
     }
 }
 
 /// Packet as stored in a capture file.
-pub struct Frame<'a> {
+pub struct CapturedFrame<'a> {
     /// Time stamp of the packet (ns since 1970).
     pub time_ns: u64,
     pub wire_bytes: u32,
@@ -83,9 +83,9 @@ pub struct Frame<'a> {
 
 /// Parser of frames, which sends batches of records to the thread that uses them.
 pub struct FrameParser {
-    filled_batches: SyncSender<RecordBatch>,
-    empty_batches: Receiver<RecordBatch>,
-    record_batch: RecordBatch,
+    filled_batches: SyncSender<PacketRecordBatch>,
+    empty_batches: Receiver<PacketRecordBatch>,
+    record_batch: PacketRecordBatch,
     first_packet_ns: Option<u64>,
     latest_packet_ns: u64,
     /// Number of packets that have been read from the file so far.
@@ -96,11 +96,11 @@ pub struct FrameParser {
 }
 
 impl FrameParser {
-    pub fn new(filled_batches: SyncSender<RecordBatch>, empty_batches: Receiver<RecordBatch>) -> Self {
+    pub fn new(filled_batches: SyncSender<PacketRecordBatch>, empty_batches: Receiver<PacketRecordBatch>) -> Self {
         Self {
             filled_batches,
             empty_batches,
-            record_batch: RecordBatch::default(),
+            record_batch: PacketRecordBatch::default(),
             first_packet_ns: None,
             latest_packet_ns: 0,
             packet_count: 0,
@@ -115,7 +115,7 @@ impl FrameParser {
     }
 
     /// Returns the error for a file that ends in the middle of the next packet.
-    pub fn truncation_error(&self) -> CaptureError {
+    pub fn build_truncation_error(&self) -> CaptureError {
         let last_ns = self.first_packet_ns.map_or(0, |first_ns| self.latest_packet_ns - first_ns);
         CaptureError::Truncated {
             packet_number: self.packet_count + 1,
@@ -125,19 +125,19 @@ impl FrameParser {
     }
 
     #[inline]
-    pub fn record_frame(&mut self, link_type: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
+    pub fn record_frame(&mut self, link_type: LinkType, frame: &CapturedFrame<'_>) -> Result<(), ReadStopReason> {
         self.packet_count += 1;
-        let time_ns = self.ordered_time_ns(frame.time_ns)?;
+        let time_ns = self.compute_ordered_time_ns(frame.time_ns)?;
         match headers::parse_headers(link_type, frame.data) {
             Ok(parsed_headers) => self.append_record(time_ns, frame.wire_bytes, &parsed_headers),
-            Err(SkipReason::CutOff) => self.record_cut_off_packet(link_type, frame)?,
+            Err(PacketSkipReason::CutOff) => self.record_cut_off_packet(link_type, frame)?,
             Err(reason) => self.record_batch.skip_counts[reason as usize] += 1,
         }
         if self.record_batch.packets.len() == PACKETS_PER_BATCH { self.send_batch() } else { Ok(()) }
     }
 
     /// Counts a packet that is skipped for the given reason.
-    pub fn count_skipped_packet(&mut self, reason: SkipReason) {
+    pub fn count_skipped_packet(&mut self, reason: PacketSkipReason) {
         self.packet_count += 1;
         self.record_batch.skip_counts[reason as usize] += 1;
     }
@@ -145,7 +145,7 @@ impl FrameParser {
     /// Returns the packet's time since the first packet, but at least the time of the packet before. Fails when the
     /// time stamp precedes that packet by more than the tolerance.
     #[inline]
-    fn ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, StopReason> {
+    fn compute_ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, ReadStopReason> {
         let first_ns = *self.first_packet_ns.get_or_insert(time_ns);
         if time_ns < self.latest_packet_ns {
             if self.latest_packet_ns - time_ns > REORDER_TOLERANCE_NS {
@@ -162,26 +162,26 @@ impl FrameParser {
     #[inline]
     fn append_record(&mut self, time_ns: u64, length: u32, parsed_headers: &ParsedHeaders) {
         let (addresses, family_flag) = match parsed_headers.addresses {
-            Addresses::V4(address_pair) => (address_pair, 0),
-            Addresses::V6(address_pair) => {
+            AddressPair::V4(address_pair) => (address_pair, 0),
+            AddressPair::V6(address_pair) => {
                 self.record_batch.ipv6_addresses.push(address_pair);
-                (self.record_batch.ipv6_addresses.len() as u64 - 1, FLAG_IPV6)
+                (self.record_batch.ipv6_addresses.len() as u64 - 1, FLAG_IPV6_ADDRESSES)
             }
         };
         self.recorded_packet_count += 1;
-        self.record_batch.packets.push(Record {
+        self.record_batch.packets.push(PacketRecord {
             time_ns,
             addresses_or_index: addresses,
-            ports: parsed_headers.ports,
+            port_pair: parsed_headers.port_pair,
             wire_bytes: length.min(u32::from(u16::MAX)) as u16,
-            protocol: parsed_headers.protocol,
-            flags: parsed_headers.flags | family_flag,
+            ip_protocol: parsed_headers.ip_protocol,
+            packet_flags: parsed_headers.connection_flags | family_flag,
         });
     }
 
-    fn record_cut_off_packet(&mut self, link_type: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
+    fn record_cut_off_packet(&mut self, link_type: LinkType, frame: &CapturedFrame<'_>) -> Result<(), ReadStopReason> {
         self.cut_off_packet_count += 1;
-        self.record_batch.skip_counts[SkipReason::CutOff as usize] += 1;
+        self.record_batch.skip_counts[PacketSkipReason::CutOff as usize] += 1;
         self.first_cut_off_error.get_or_insert_with(|| CaptureError::SnapLengthTooShort {
             packet_number: self.packet_count,
             captured_bytes: frame.data.len() as u32,
@@ -193,7 +193,7 @@ impl FrameParser {
 
     /// Fails if most packets so far have been cut off before their ports. A few packets, with long chains of IPv6
     /// headers, are merely skipped.
-    fn check_cut_off_count(&mut self) -> Result<(), StopReason> {
+    fn check_cut_off_count(&mut self) -> Result<(), ReadStopReason> {
         if self.cut_off_packet_count > self.recorded_packet_count
             && let Some(error) = self.first_cut_off_error.take()
         {
@@ -202,15 +202,15 @@ impl FrameParser {
         Ok(())
     }
 
-    fn send_batch(&mut self) -> Result<(), StopReason> {
-        let mut empty_batch = self.empty_batches.recv().map_err(|_| StopReason::ReceiverClosed)?;
+    fn send_batch(&mut self) -> Result<(), ReadStopReason> {
+        let mut empty_batch = self.empty_batches.recv().map_err(|_| ReadStopReason::ReceiverClosed)?;
         empty_batch.clear();
         let full_batch = std::mem::replace(&mut self.record_batch, empty_batch);
-        self.filled_batches.send(full_batch).map_err(|_| StopReason::ReceiverClosed)
+        self.filled_batches.send(full_batch).map_err(|_| ReadStopReason::ReceiverClosed)
     }
 
     /// Checks and sends the last batch at the end of the file.
-    pub fn send_last_batch(mut self) -> Result<(), StopReason> {
+    pub fn send_last_batch(mut self) -> Result<(), ReadStopReason> {
         self.check_cut_off_count()?;
         self.send_batch()
     }
