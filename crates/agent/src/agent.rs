@@ -193,8 +193,8 @@ impl Agent {
             .map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
     }
 
-    /// Starts a stream to a controller. Discards the generations of earlier streams, which another controller may have
-    /// sent.
+    /// Starts a stream to a controller. Discards the configuration generations of earlier streams, because another
+    /// controller may have sent them.
     pub fn begin_controller_stream(&mut self) {
         self.accepted_config_generation = 0;
         self.connection_counter.begin_controller_stream();
@@ -250,8 +250,8 @@ impl Agent {
         self.run_maintenance();
     }
 
-    /// Adds the previous configuration of each service whose new one was rejected, unless the address now belongs to
-    /// another service.
+    /// Adds the previous configuration of each service whose new one was rejected, unless another service now has its
+    /// address.
     fn keep_previous_services(&self, configuration: &mut AgentConfiguration, unusable_services: &[UnusableService]) {
         let previous_services =
             self.applied_configuration.iter().flat_map(|previous_configuration| &previous_configuration.services);
@@ -300,7 +300,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Applies the services, and the address family of the outer headers of encapsulated packets.
+    /// Applies a configuration's services, and the address family of the outer headers of encapsulated packets.
     fn apply_services(&mut self, configuration: &AgentConfiguration) -> anyhow::Result<()> {
         if self.config.manage_timestamps && has_stamped_services(configuration) {
             timestamps::manage_timestamps_sysctl(stamps_new_connections(configuration), &mut self.saved_settings)?;
@@ -316,8 +316,8 @@ impl Agent {
         self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map_fd())
     }
 
-    /// Rereads settings that other programs may change: the NIC's RSS, the CPUs of its queues, and the workers. Called
-    /// about once per second.
+    /// Rereads what other programs may change: the NIC's RSS settings, the CPUs of its queues, and the services'
+    /// workers. Called about once per second.
     pub fn run_maintenance(&mut self) {
         if self.rss_manager.sync_with_nic(&mut self.saved_settings) {
             self.on_rss_changed();
@@ -467,8 +467,8 @@ impl Agent {
         self.config.dispatch.take().map_or(Ok(()), |dispatch_config| dispatcher::detach_services(&dispatch_config))
     }
 
-    /// Restores the NIC's RSS at an orderly shutdown. The BPF programs and the sysctl remain while services are
-    /// stamped, because all stamped connections would break without them.
+    /// Restores the NIC's RSS at an orderly shutdown. While services are stamped, the BPF programs and
+    /// net.ipv4.tcp_timestamps remain, because stamped connections would break without them.
     pub fn shut_down(mut self) -> anyhow::Result<()> {
         self.rss_manager.restore_original_settings(&mut self.saved_settings);
         self.on_rss_changed();
@@ -495,7 +495,7 @@ impl Agent {
     }
 }
 
-/// Returns whether the servers stamp at least one service, which requires TSvals without a random offset per
+/// Returns whether the servers stamp at least one service, which requires TCP timestamps without a random offset per
 /// connection.
 fn has_stamped_services(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.is_stamped_by_servers())

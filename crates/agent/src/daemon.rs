@@ -78,7 +78,7 @@ fn new_controller_connection(agent: &Agent) -> anyhow::Result<ControllerConnecti
 /// Periodic tasks of the agent, which also run while no controller is connected.
 struct BackgroundTaskSources {
     maintenance_timer: Interval,
-    /// Stream of SIGHUP signals, and the configuration file to read after each. `None` if there is no such file.
+    /// Stream of SIGHUP signals, and the configuration file to read after each. `None` if the agent has no such file.
     reload_signal_and_file: Option<(Signal, PathBuf)>,
     scrape_receiver: ScrapeReceiver,
 }

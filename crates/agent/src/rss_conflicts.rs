@@ -47,7 +47,7 @@ impl RssConflicts {
         self.rps_sock_flow_entries > 0 && !self.rfs_queues.is_empty()
     }
 
-    /// Returns the name of this device's kind of RFS in messages.
+    /// Returns the name of the device's kind of RFS for messages: "RFS" or "accelerated RFS".
     pub fn flow_steering_name(&self) -> &'static str {
         if self.accepts_flow_rules { "accelerated RFS" } else { "RFS" }
     }

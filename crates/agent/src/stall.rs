@@ -30,7 +30,8 @@ impl ConnectionStallDetector {
         Self { counters_at_window_start: counters, stall_warning: None }
     }
 
-    /// Evaluates the counters. Returns the warning of the last complete window for `coreward status`, if there is one.
+    /// Evaluates the counters. Returns a warning for `coreward status` if too many connections stalled during the last
+    /// 200 or more handshakes that were evaluated.
     pub fn observe_counters(&mut self, counters: HandshakeCounters) -> Option<&str> {
         let handshake_count = counters.handshake_count.saturating_sub(self.counters_at_window_start.handshake_count);
         if handshake_count >= HANDSHAKES_PER_VERDICT {

@@ -10,7 +10,7 @@ use crate::saved_settings::SettingsStore;
 
 const TCP_TIMESTAMPS_PATH: &str = "/proc/sys/net/ipv4/tcp_timestamps";
 const TIMESTAMPS_WITHOUT_OFFSETS: &str = "2";
-/// Value of net.ipv4.tcp_timestamps with a random offset for each connection, so that new connections are not stamped.
+/// Value of net.ipv4.tcp_timestamps that adds a random offset per connection, so that new connections are not stamped.
 const TIMESTAMPS_WITH_OFFSETS: &str = "1";
 
 fn read_sysctl() -> anyhow::Result<String> {
@@ -21,14 +21,14 @@ fn write_sysctl(value: &str) -> anyhow::Result<()> {
     fs::write(TCP_TIMESTAMPS_PATH, value).with_context(|| format!("{TCP_TIMESTAMPS_PATH}: writing {value}"))
 }
 
-/// Returns the required value of the sysctl. During a handover of a service to another load balancer, new connections
-/// are not stamped, but older connections remain stamped.
+/// Returns the required value of net.ipv4.tcp_timestamps. During a handover of a service to another load balancer, new
+/// connections are not stamped, but older connections remain stamped.
 fn required_timestamps_value(stamps_new_connections: bool) -> &'static str {
     if stamps_new_connections { TIMESTAMPS_WITHOUT_OFFSETS } else { TIMESTAMPS_WITH_OFFSETS }
 }
 
-/// Sets the sysctl to the value that stamping of new connections requires or excludes (`stamps_new_connections`), and
-/// saves the original value. Fails if the sysctl cannot be read or written.
+/// Enables (`stamps_new_connections`) or disables stamping of new connections by net.ipv4.tcp_timestamps, and saves its
+/// original value. Fails if the sysctl cannot be read or written.
 pub fn manage_timestamps_sysctl(
     stamps_new_connections: bool,
     settings_store: &mut SettingsStore,
@@ -62,7 +62,7 @@ pub fn restore_sysctl(settings_store: &mut SettingsStore) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Returns a warning for `coreward status` if the sysctl has a wrong value.
+/// Returns a warning for `coreward status` if net.ipv4.tcp_timestamps has a wrong value.
 pub fn timestamps_sysctl_warning(stamps_new_connections: bool) -> Option<String> {
     let (current_value, required_value) = (read_sysctl().ok()?, required_timestamps_value(stamps_new_connections));
     let consequence = match stamps_new_connections {

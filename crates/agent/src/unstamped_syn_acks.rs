@@ -40,7 +40,7 @@ impl UnstampedSynAckMonitor {
     }
 }
 
-/// Returns a text about the features that a service lacks if its SYN-ACKs are forwarded unstamped, or `None`.
+/// Returns a text about the features that a service lacks if its SYN-ACKs are unstamped, or `None` if it lacks none.
 pub fn describe_lost_features(service: &AgentService) -> Option<String> {
     let mode = service.mode;
     let limitation_text = match mode.consistency {

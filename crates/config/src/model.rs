@@ -57,9 +57,10 @@ number!(Vlan as u64, Vlan::new, format!("1 to {}", Vlan::MAX_ID),
 number!(ConnectionTableSize as u64, ConnectionTableSize::try_from, "a power of two from 1024 to 4194304",
     { "type": "integer", "minimum": 1024, "maximum": 4_194_304 });
 
-number!(HealthCheckJitter as f64, |fraction| HealthCheckJitter::new(fraction).ok_or_else(|| format!("{fraction}: \
-expected \
-    {}", HealthCheckJitter::describe_valid_values())),
+number!(HealthCheckJitter as f64,
+    |fraction| HealthCheckJitter::new(fraction).ok_or_else(|| {
+        format!("{fraction}: expected {}", HealthCheckJitter::describe_valid_values())
+    }),
     "a part of the interval, from 0 to 1", { "type": "number", "minimum": 0, "maximum": 1 });
 
 string_enum!(

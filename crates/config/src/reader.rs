@@ -30,7 +30,7 @@ struct PendingDiagnostic {
     nearest_name: Option<String>,
 }
 
-/// Syntax errors of the file, and the lines where they make later checks unreliable.
+/// Lines of a file's syntax errors, and the line after which later checks are unreliable because of them.
 #[derive(Default)]
 struct SyntaxErrorLines {
     has_error: bool,

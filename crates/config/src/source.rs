@@ -37,7 +37,7 @@ pub(crate) struct ParsedToml<'a> {
     pub(crate) omitted_error_count: usize,
 }
 
-/// Size in bytes of the prefix that is parsed first. Each further prefix is larger by half.
+/// Size in bytes of the prefix of a file that is parsed first. Each further prefix is larger by half.
 const INITIAL_PREFIX_BYTES: usize = 64 << 10;
 
 /// Parses ever larger prefixes of a text, until one has more errors than are shown or the text is complete. This is
@@ -118,8 +118,8 @@ impl TomlSource {
             .map_err(|error| self.diagnostic_at(error.span().unwrap_or_default(), &join_lines(error.message())))
     }
 
-    /// Parses the text, but at most up to the limit of shown errors. Every byte could be a syntax error, and an error
-    /// takes a hundred times as long as valid text.
+    /// Parses the text, but stops at the limit of shown errors. Every byte could be a syntax error, and an error takes
+    /// a hundred times as long as valid text.
     pub(crate) fn parse_toml(&self) -> ParsedToml<'_> {
         let (mut syntax_error_count, mut first_omitted_error_offset) = (0, self.text.len());
         let source = toml_parser::Source::new(&self.text);

@@ -163,7 +163,7 @@ fn mistakes_above_the_limit_are_only_counted() {
     assert!(mistakes.to_string().ends_with("\nand at least 150 more"));
 }
 
-/// Checks that the key of each error is not found by a search through the whole text, which would take hours here.
+/// Tests a file with so many errors that a search of the whole text for the key of each error would take hours.
 #[test]
 fn syntax_errors_above_the_limit_are_only_counted() {
     let mistakes = parse_daemon(&"=\n".repeat(1 << 20)).unwrap_err();

@@ -143,8 +143,8 @@ impl Agent {
         self.newest_report.as_ref().filter(|_| self.has_fresh_report(now))?.details.fresh_connection_count.as_ref()
     }
 
-    /// Returns the number of the services' open connections at the last count. An agent of an older version reports the
-    /// kernel's number of sockets, including listening ones.
+    /// Returns the number of open connections to the server's services at the last count. An agent of an older version
+    /// reports the kernel's number of sockets, including listening ones.
     pub fn open_connection_count(&self) -> u32 {
         let Some(report) = &self.newest_report else { return 0 };
         let counted_connections =

@@ -11,8 +11,8 @@ use coreward_fleet::fleet::Fleet;
 pub struct FleetAgents {
     agents: Vec<Agent>,
     positions_by_name: HashMap<String, usize>,
-    /// Positions in `agents` by server id, because every table looks up all servers. If the operator has replaced an id
-    /// by another one, the old id has no agent.
+    /// Positions in `agents` by server id, for fast lookups of all servers when a table is made. If the operator has
+    /// replaced an id by another one, the old id has no agent.
     positions_by_id: Vec<Option<usize>>,
 }
 

@@ -2,7 +2,7 @@
 
 use coreward_model::ServerId;
 
-/// Changes of one server's inputs since the newest table.
+/// Changes of one server's inputs of placement tables since the newest table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct ServerInputChanges {
     /// Whether the server's agent or rack has reported a new load, or load balancers have counted one.

@@ -33,7 +33,7 @@ pub enum ExplainError {
     MixedFamilies(#[from] MixedAddressFamilies),
 }
 
-/// Copy of a service's state, so that explanations with thousands of servers do not delay reports.
+/// Copy of a service's state. Placements are explained from the copy, because thousands of servers would delay reports.
 pub struct ServiceSnapshot {
     service: FleetService,
     table: Option<Arc<PlacementTable>>,

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use coreward_model::ServerId;
 
-/// Number of server ids in a shard. Polling a shard takes about a millisecond. A service of ten thousand servers has
-/// five shards, of which one is polled per report interval.
+/// Number of server ids in a shard of a service's servers. Polling a shard's inputs takes about a millisecond. A
+/// service of ten thousand servers has five shards, of which one is polled per report interval.
 const SERVER_IDS_PER_SHARD: u64 = 2048;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -467,7 +467,7 @@ impl Controller {
     }
 
     /// Returns whether all expected load balancers have reported results of health checks, or no checks are configured.
-    /// Waiting for the results keeps a server down after a change of the leader.
+    /// A new leader waits for the results, so that servers that are down remain down.
     pub fn has_all_check_results(&self, now: Now) -> bool {
         let has_checks = self.fleet.services.iter().any(|service| service.health_check.is_some());
         !has_checks || self.load_balancers.have_all_reported_health(now)

@@ -276,8 +276,8 @@ impl LoadBalancers {
         opened_counts.reduce(u64::saturating_add)
     }
 
-    /// Returns the numbers of packets of an LB-stamped service that all load balancers placed by cookie and by flow
-    /// table.
+    /// Returns the numbers of packets that all load balancers together forwarded by cookie and by flow table, for a
+    /// service that they stamp.
     pub fn stamped_packet_counts(&self, service: &str) -> StampedService {
         let reported_states = self.by_name.values().filter_map(|balancer| balancer.reported_state.as_ref());
         let stamped_services = reported_states.flat_map(|(state, _)| &state.stamped_services);

@@ -18,8 +18,8 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewPlacementTable, Now};
 use coreward_fleet::config::PlacementTableTiming;
 
-/// Number of servers and services, exceeded by at most one shard, that are polled without interruption. Polling them
-/// takes a few milliseconds.
+/// Number of servers and services that are polled without interruption. The last shard of servers may exceed it.
+/// Polling them takes a few milliseconds.
 const MEMBERS_PER_POLL: usize = 512;
 
 /// Position at which [`Controller::poll_inputs_from`] continues. The default is the first service.
@@ -159,8 +159,8 @@ impl Controller {
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
-    /// At the end of the report interval, restarts the counts of connections assigned to servers that do not report. No
-    /// report of their load will restart these counts.
+    /// Restarts the counts of connections assigned to servers that do not report, at the end of the report interval.
+    /// For other servers, reports of their load restart these counts.
     fn restart_counts_of_silent_servers(&mut self, service_position: usize, now: Now) {
         let is_relayed_by_id =
             self.racks.relay_flags_by_server_id(self.services[service_position].configuration().index, now);

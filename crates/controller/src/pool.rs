@@ -37,7 +37,7 @@ impl Controller {
         self.with_common_inputs(service, ServerPool::new(self.pool_servers(service, now), 1), now)
     }
 
-    /// Returns the newest table's pool, cached or computed, for readers that must not delay the processing of reports.
+    /// Returns the service's server pool: the cached pool of the newest table, or else a computed one.
     pub(super) fn cached_or_computed_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, ServerPool> {
         service.cached_pool().map_or_else(|| Cow::Owned(self.compute_pool(service, now)), Cow::Borrowed)
     }
@@ -73,7 +73,7 @@ impl Controller {
         service.configuration().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
     }
 
-    /// Returns `pool` with those inputs of the table that do not belong to a single server.
+    /// Returns `pool` with those table inputs that do not belong to a single server, such as racks' summaries.
     pub(super) fn with_common_inputs(&self, service: &Service, pool: ServerPool, now: Now) -> ServerPool {
         let fleet_service = service.configuration();
         let pool = pool.for_next_table(self.load_balancers.connected_load_balancer_count() as u32);

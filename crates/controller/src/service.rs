@@ -229,7 +229,8 @@ impl Service {
             .map_or(1.0, |status| self.next_slow_start_fraction(server, status.eligibility, now))
     }
 
-    /// Returns [`Service::slow_start_fraction`] for a table made at this time, if the server has this eligibility.
+    /// Returns the [`Service::slow_start_fraction`] of the server in a table made at `now`, if it then has this
+    /// eligibility.
     pub fn next_slow_start_fraction(&self, server: ServerId, eligibility: ServerEligibility, now: Now) -> f64 {
         if eligibility != ServerEligibility::Eligible {
             return 1.0;

@@ -19,7 +19,7 @@ use super::{Controller, Now};
 /// Interval at which servers' allowances of new connections are updated. Within an interval, a server can exceed its
 /// allowance.
 const ALLOWANCE_UPDATE_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum time since the last update for which an update adds to a server's allowance.
+/// Maximum time for which one update adds to servers' allowances, even if the previous update was longer ago.
 const MAX_ALLOWANCE_GAIN_TIME: Duration = Duration::from_secs(1);
 
 /// Limiter of each server's share of the new connections.
@@ -29,7 +29,7 @@ pub struct ConnectionShareLimiter {
     opened_connections_by_server: HashMap<ServerId, u64>,
     updated_at: Duration,
     allowances: HashMap<ServerId, ConnectionAllowance>,
-    /// Servers that currently get no new connections of a service.
+    /// Pairs of a service and a server that currently gets none of the service's new connections.
     excluded_servers: HashSet<(ServiceIndex, ServerId)>,
 }
 
@@ -62,8 +62,8 @@ impl ConnectionShareLimiter {
         self.allowances.get(&id).is_some_and(ConnectionAllowance::is_spent)
     }
 
-    /// Updates the allowances. `fair_counts` has the number of connections opened in `elapsed`
-    /// that would have been each server's fair share.
+    /// Updates the allowances. `fair_counts` has each server's fair share of the connections opened in `elapsed`, as a
+    /// number of connections.
     fn update_allowances(&mut self, fair_counts: &HashMap<ServerId, f64>, elapsed: Duration) {
         let opened_connections_by_server = std::mem::take(&mut self.opened_connections_by_server);
         for id in fair_counts.keys().chain(opened_connections_by_server.keys()) {
@@ -85,7 +85,7 @@ impl ConnectionShareLimiter {
 }
 
 impl Controller {
-    /// Returns the fraction of its share that the server gets of the service's new connections. It is less than 1
+    /// Returns the fraction of its fair share of the service's new connections that the server gets. It is less than 1
     /// during the slow start and 0 while the server is excluded.
     pub(super) fn new_connection_share_fraction(&self, service: &Service, id: ServerId, now: Now) -> f64 {
         if self.is_excluded_from_service(service, id) { 0.0 } else { service.slow_start_fraction(id, now) }

@@ -95,7 +95,7 @@ struct TableInputsHarness {
     report_sequence: u64,
     balancer_session: Option<u64>,
     traffic_message: TrafficCountsMessage,
-    /// Inputs of each service's newest table, which are its servers as read for the table, by the service's name.
+    /// Servers of each service as they were read for its newest table, by the service's name.
     table_inputs_by_service: BTreeMap<String, Vec<PoolServer>>,
 }
 
@@ -130,7 +130,7 @@ impl TableInputsHarness {
         }
     }
 
-    /// Applies the change, makes the tables that are due, and compares their inputs with the present ones.
+    /// Applies the change, makes the tables that are due, and compares their inputs with the present values.
     fn apply_change_and_check_inputs(&mut self, change: &TableInputChange, now: Now) {
         self.apply_change(change, now);
         self.controller.poll_inputs(now, true);

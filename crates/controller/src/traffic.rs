@@ -20,7 +20,7 @@ struct ServiceConnectionCounter {
     opened_count_since_last_call: Option<u64>,
 }
 
-/// Map by server id. Its hash need not resist collisions, because the controller draws the ids, not a peer.
+/// Map by server id. Its hash need not resist chosen collisions, because the controller and not a peer assigns the ids.
 type ServerMap<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 
 /// Traffic counts and rates that one load balancer reported for all servers.
@@ -63,8 +63,8 @@ impl LoadBalancerTraffic {
         }
     }
 
-    /// Records the traffic counts of a message. A count that has decreased comes from new maps, so its rate is measured
-    /// from the beginning.
+    /// Records the traffic counts of a message. A count that has decreased comes from new BPF maps, so the measurement
+    /// of its rate starts again.
     pub fn record_traffic_totals(&mut self, message: &TrafficCountsMessage, alpha: SmoothingWeight, now: Now) {
         let totals_by_server: ServerMap<ServerTraffic> =
             message.traffic_by_server.iter().map(|(id, traffic)| (*id, *traffic)).collect();

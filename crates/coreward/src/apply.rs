@@ -33,7 +33,7 @@ pub struct ApplyArgs {
     timeout: humantime::Duration,
 }
 
-/// Interval between requests to the controller for the daemons that have acknowledged the configuration.
+/// Interval of queries to the controller about which daemons have acknowledged the configuration.
 const ACKNOWLEDGEMENT_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Runs `coreward apply`. Fails if the document is invalid, if the controller rejects it, or if the operator declines.

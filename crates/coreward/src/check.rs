@@ -233,8 +233,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns every TOML block on the manual's pages about configuration files, as its page and line, and its text. A
-    /// block that begins with `[[dispatch` is appended to the preceding agent's file.
+    /// Returns the location (page and line) and the text of each TOML block on the manual pages about configuration
+    /// files. A block that begins with `[[dispatch` is appended to the preceding agent's file.
     fn read_documented_examples() -> Vec<(String, String)> {
         let pages = [
             ("config.md", include_str!("../../../docs/config.md")),

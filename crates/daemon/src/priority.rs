@@ -18,8 +18,8 @@ pub fn lower_thread_priority(thread_name: &str) {
     }
 }
 
-/// Lowers the calling thread's priority, because Linux applies niceness to one thread. With a ninth of the CPU weight,
-/// the thread still releases its locks in time.
+/// Lowers the priority of the calling thread only, because Linux applies niceness to single threads. With a ninth of
+/// the CPU weight, the thread still releases its locks in time.
 fn lower_priority() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
     let setpriority_result = unsafe {

@@ -27,7 +27,7 @@ fn bind_notify_socket(directory: &Path) -> UnixDatagram {
     socket
 }
 
-/// Returns the messages up to the STOPPING message. Sends on the channel after enough watchdog messages.
+/// Returns the received messages up to STOPPING. Sends to `message_sender` after enough watchdog messages.
 fn receive_until_stopping(socket: &UnixDatagram, message_sender: Sender<()>) -> Vec<String> {
     let mut received_messages: Vec<String> = Vec::new();
     let mut enough_messages_sender = Some(message_sender);

@@ -21,7 +21,8 @@ pub struct CpuBusyTimeCounter {
 }
 
 impl CpuBusyTimeCounter {
-    /// Starts to count the busy time of all CPUs. Fails when the kernel rejects the programs, for which it needs BTF.
+    /// Starts to count the busy time of all CPUs. Fails when the kernel rejects the programs, which require a kernel
+    /// with BTF.
     pub fn start() -> anyhow::Result<Self> {
         let mut object_storage = MaybeUninit::uninit();
         let open_skeleton =

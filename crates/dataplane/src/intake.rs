@@ -32,8 +32,8 @@ pub struct RequestDatagram<'f> {
 }
 
 impl<'f> RequestDatagram<'f> {
-    /// Parses a frame whose headers the XDP program has checked. Returns `None` if the frame lacks bytes that its
-    /// headers announce.
+    /// Parses a frame whose headers the XDP program has checked. Returns `None` if the frame is shorter than its
+    /// headers indicate.
     pub fn parse(frame: &'f [u8]) -> Option<Self> {
         let (headers, payload_and_padding) = frame.split_first_chunk::<FRAME_HEADERS_BYTES>()?;
         let ipv4_address_at = |offset: usize| {
@@ -49,7 +49,7 @@ impl<'f> RequestDatagram<'f> {
     }
 }
 
-/// Receiver of UDP requests by an XDP program and AF_XDP sockets at one device. The program is detached and the sockets
+/// XDP program and AF_XDP sockets that receive the UDP requests at one device. The program is detached and the sockets
 /// are closed when the value is dropped or the process ends.
 #[derive(Debug)]
 pub struct DatagramIntake {

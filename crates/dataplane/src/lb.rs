@@ -136,8 +136,8 @@ pub struct LoadBalancerOptions {
     pub pin_directory: Option<PathBuf>,
     /// Rate limits of packets that are broadcast to every server.
     pub broadcast_limits: BroadcastLimitsByKind,
-    /// Number of flow table entries, for connections without a cookie (16 bytes each). It must be from 1 to
-    /// [`MAX_FLOW_TABLE_ENTRIES`] and is rounded up to sets of 8. A table that is taken over keeps its size.
+    /// Number of flow table entries (16 bytes), for connections without a cookie: 1 to [`MAX_FLOW_TABLE_ENTRIES`]. It
+    /// is rounded up to sets of 8. A table taken over from an earlier process keeps its size.
     pub flow_table_entry_count: u32,
     /// Clock from which the program restores the TCP timestamps of servers whose replies it stamps (LB-side stamping).
     pub lb_stamping_clock: LbStampingClock,
@@ -365,7 +365,7 @@ impl LoadBalancer {
     }
 }
 
-/// Returns the addresses of the services at the positions of their indexes.
+/// Returns a list with each service's address at the position of the service's index, and `None` at unused positions.
 fn service_addresses_by_index(services: &BTreeMap<ServiceAddress, ForwardedService>) -> Vec<Option<ServiceAddress>> {
     let index_count = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
     let mut addresses = vec![None; index_count];

@@ -131,7 +131,7 @@ fn read_epoll_members(process: &Path) -> std::io::Result<Vec<(SocketInode, i32)>
 }
 
 /// Parses a line of an epoll descriptor's fdinfo, such as `tfd:  8 events:  2019 data: 7f0e... pos:0 ino:5a3f sdev:9`.
-/// Returns the socket's inode and descriptor. Only `tfd` is decimal.
+/// Returns the socket's inode and descriptor. `tfd` is decimal, and `ino` is hexadecimal.
 fn parse_epoll_member(line: &str) -> Option<(SocketInode, i32)> {
     let mut line_fields = line.strip_prefix("tfd:")?.split_whitespace();
     let descriptor = line_fields.next()?.parse().ok()?;
@@ -139,9 +139,9 @@ fn parse_epoll_member(line: &str) -> Option<(SocketInode, i32)> {
     Some((SocketInode::from_str_radix(inode, 16).ok()?, descriptor))
 }
 
-/// Finds, for each socket in `inodes`, a process that has it open. Several processes have a socket if workers inherited
-/// all sockets of their master. Then returns the process with the fewest of the sockets, or among equals the youngest.
-/// Fails when /proc cannot be read.
+/// Finds, for each socket in `inodes`, a process that has it open. Workers may inherit all sockets of their master.
+/// Among several processes, chooses the one with the fewest of the sockets, and then the youngest. Fails when /proc
+/// cannot be read.
 pub fn find_owning_processes(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
     let mut sockets_by_process: Vec<(i32, Vec<(SocketInode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
@@ -181,8 +181,8 @@ fn process_cpu_affinity(pid: i32) -> BTreeSet<usize> {
     (0..nix::sched::CpuSet::count()).filter(|cpu| cpu_set.is_set(*cpu).unwrap_or(false)).collect()
 }
 
-/// Duplicates a socket of another process with pidfd_getfd(2), since Linux 5.6, and returns the new descriptor. Fails
-/// when the process has ended, or access is denied (without CAP_SYS_PTRACE).
+/// Duplicates a socket of another process with pidfd_getfd(2) (Linux 5.6 or later), and returns the new descriptor.
+/// Fails when the process has ended, or access is denied (without CAP_SYS_PTRACE).
 pub fn duplicate_process_socket(socket: &ServiceSocket) -> anyhow::Result<OwnedFd> {
     let fd_from_result = |result: libc::c_long| {
         // SAFETY: the system call returned a new descriptor that nothing else owns.

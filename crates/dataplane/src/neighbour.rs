@@ -164,8 +164,8 @@ pub fn arp_request_frame(
     frame
 }
 
-/// Returns the sender of an ARP frame. Returns `None` if the frame is not ARP for IPv4, or the sender's MAC address is
-/// a group address or 0.
+/// Returns the sender's IP and MAC address in an ARP frame. Returns `None` if the frame is not ARP for IPv4, or the
+/// sender's MAC address is a group address or 0.
 pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     if frame.len() < ARP_FRAME_BYTES
         || frame[12..14] != ETHERTYPE_ARP.to_be_bytes()
@@ -182,7 +182,7 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
 #[derive(Debug)]
 pub struct NeighbourResolver {
     pending_addresses: Arc<Mutex<Option<Vec<IpAddr>>>>,
-    /// Sender of a channel, whose closing ends the thread. The drop of the sender closes the channel.
+    /// Sender of a channel. Dropping the sender closes the channel, which ends the thread.
     liveness_sender: Sender<()>,
 }
 
@@ -197,8 +197,8 @@ impl NeighbourResolver {
     }
 
     /// Starts a resolver thread, as [`start`](Self::start) does, for neighbours in a VLAN. The thread sends tagged
-    /// frames itself, so it needs no VLAN device. `handle_change` gets the changes. If it returns false, the thread
-    /// ends.
+    /// frames itself, so it needs no VLAN device. `handle_change` gets the changes, and ends the thread by returning
+    /// false.
     pub fn start_in_vlan(
         interface: &str,
         vlan: Vlan,
@@ -399,7 +399,7 @@ impl ArpNdpSockets {
     }
 }
 
-/// Opens a packet socket that receives frames of one EtherType that pass the filter. An empty filter passes all frames.
+/// Opens a packet socket for those frames of one EtherType that pass the filter. An empty filter passes all frames.
 /// Fails without CAP_NET_RAW.
 fn open_packet_socket(interface_index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked. Protocol 0 receives

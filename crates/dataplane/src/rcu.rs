@@ -133,8 +133,8 @@ impl GracePeriodWaiter {
         self.0.ended_period_count.load(Ordering::SeqCst) >= ticket.0
     }
 
-    /// Waits until [`has_passed`](Self::has_passed) returns true for the ticket. Fails when the kernel has rejected to
-    /// wait for a grace period.
+    /// Waits until [`has_passed`](Self::has_passed) returns true for the ticket. Fails when the kernel offers no grace
+    /// period.
     pub fn wait(&self, ticket: GracePeriodTicket) -> anyhow::Result<()> {
         let mut requests = self.0.lock_wait_requests();
         while !self.has_passed(ticket) {

@@ -283,8 +283,8 @@ impl ServerPrograms {
         self.state.load(ACTIVE_HALF_OFFSET) & 1
     }
 
-    /// Sets the MAC address of another server, to which this server forwards packets of that server's connections
-    /// (daisy chaining, by `SERVER_NUMBER_CHAINED` and services without timestamps). With `None`, the address is
+    /// Sets the MAC address of another server, to which this server forwards packets of that server's connections. Such
+    /// daisy chaining needs `SERVER_NUMBER_CHAINED` or a service without timestamps. With `None`, the address is
     /// unknown, and packets for that server are not forwarded.
     pub fn set_other_server_mac(&mut self, server: ServerId, mac: Option<MacAddress>) {
         let MacAddress(mac_address) = mac.unwrap_or(MacAddress([0; 6]));
@@ -326,8 +326,8 @@ impl ServerPrograms {
         )
     }
 
-    /// Sets stored times of TSval clamps that are older than 2^29 ms to that age, where `now_ms` is the time of the
-    /// server's own clock. It must be called at least every few days, because the PAWS clamp compares 32-bit times.
+    /// Limits the ages of the stored times of TSval clamps to 2^29 ms. `now_ms` is the time of the server's own clock.
+    /// A call is needed at least every few days, because the PAWS clamp compares 32-bit times.
     pub fn limit_clamp_time_ages(&mut self, now_ms: u32) {
         let first_offset = offset_of!(intf::server_state, last_clamp_tsval_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {

@@ -44,7 +44,7 @@ pub enum TcAttachMechanism {
     Clsact,
 }
 
-/// Priority of coreward's filter in the clsact qdisc, which precedes other filters. The handle identifies the filter.
+/// Priority of coreward's filter in the clsact qdisc, the highest possible. The handle identifies the filter.
 const CLSACT_FILTER_PRIORITY: u32 = 1;
 const CLSACT_FILTER_HANDLE: u32 = 0xc03e;
 const CLSACT_TEMPORARY_PRIORITY: u32 = 2;

@@ -47,8 +47,8 @@ pub struct TestRunOutcome {
     pub mean_duration: Duration,
 }
 
-/// Receive queue on which the packets of a test run arrive for the program. Its device is in the calling thread's
-/// network namespace.
+/// Receive queue from which the packets of a test run seem to come. Its device is in the calling thread's network
+/// namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiveQueueId {
     /// Index of the network device.

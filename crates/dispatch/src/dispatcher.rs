@@ -24,7 +24,7 @@ pub struct DispatcherHandle {
     maintenance_thread: Option<JoinHandle<()>>,
 }
 
-/// New configuration, and the sender for the result of its application.
+/// New configuration, and a channel's sender, through which the thread returns the result of applying it.
 type DispatchConfigChange = (DispatchConfig, Sender<anyhow::Result<()>>);
 
 /// State of the dispatched services when they were last polled.
@@ -53,8 +53,8 @@ impl DispatcherHandle {
         })
     }
 
-    /// Replaces the services. For removed services, the kernel selects the socket again. Others continue without
-    /// interruption. Fails when the kernel rejects a service's program, and then this service stays unchanged.
+    /// Replaces the services. For removed services, the kernel selects the socket again. Services that remain are not
+    /// interrupted. Fails when the kernel rejects a service's program, and then this service stays unchanged.
     pub fn replace_config(&self, config: DispatchConfig) -> anyhow::Result<()> {
         let (result_sender, result_receiver) = channel();
         let thread_ended_error = || anyhow!("the thread that maintains the services has ended: expected a restart");

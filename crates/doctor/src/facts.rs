@@ -86,9 +86,10 @@ pub struct MachineFacts {
     pub controller_answer: Option<Result<SocketAddr, String>>,
     /// Services for which this machine is a server or a load balancer.
     pub services: Vec<ServiceFacts>,
-    /// Servers of these services, by name.
+    /// Servers of the services in `services`, by name.
     pub servers_by_name: BTreeMap<String, ServerFacts>,
-    /// Number of agents' reports that the controller rejected because their time was in the future by its clock.
+    /// Number of agents' reports that the controller rejected because their time was in the future by the controller's
+    /// clock.
     pub future_dated_report_count: u64,
     /// Facts about the announcement of VIPs, or `None` if this machine announces none.
     pub announcement: Option<AnnouncementFacts>,
@@ -115,7 +116,8 @@ pub struct CertificateFacts {
     /// Use of the certificate: "own", or "ca" for an authority.
     pub usage: &'static str,
     pub subject: String,
-    /// Identity in the certificate with the expected identity, if the certificate belongs to another daemon.
+    /// Text with the actual and the expected identity if the certificate belongs to another daemon, and otherwise
+    /// `None`.
     pub wrong_owner: Option<String>,
     /// Remaining validity, which is zero if the certificate has expired.
     pub remaining_validity: Duration,
@@ -148,7 +150,7 @@ pub struct KernelFacts {
 pub struct BpfFileSystem {
     /// Pin directory, or its nearest existing ancestor.
     pub existing_directory: PathBuf,
-    /// Whether this directory is in a BPF file system.
+    /// Whether `existing_directory` is in a BPF file system.
     pub is_bpf_file_system: bool,
 }
 
@@ -293,9 +295,9 @@ pub struct ControllerFacts {
 pub enum StoreFacts {
     File {
         path: PathBuf,
-        /// Reason why the file cannot be created or written, or `None` if it can.
+        /// Reason why the store's file cannot be created or written, or `None` if it can.
         problem: Option<String>,
-        /// Permission bits of the file, or `None` if the file does not exist.
+        /// Permission bits of the store's file, or `None` if the file does not exist.
         permission_bits: Option<u32>,
     },
     Etcd {

@@ -203,8 +203,8 @@ impl Drop for EtcdClusterClient {
 
 struct MemberError {
     message: String,
-    /// Whether a TLS certificate is the known cause. When etcd rejects a certificate, it often only closes the
-    /// connection.
+    /// Whether a TLS certificate is known to have caused the error. When etcd rejects a certificate, it often only
+    /// closes the connection.
     is_tls_error: bool,
 }
 

@@ -35,7 +35,7 @@ pub enum DrainError {
         /// Names of the services to which the server belongs.
         expected: String,
     },
-    /// The server is the last one of these services that takes new connections.
+    /// No other server takes new connections to these services.
     #[error("no other server of {} takes new connections: expected one, or `force`", services.join(", "))]
     LastServer { services: Vec<String> },
 }

@@ -103,7 +103,7 @@ pub struct FleetService {
     pub mode: ServiceSettings,
     /// Other load balancer of the service's migration, or `None` if the service does not migrate.
     pub other_balancer: Option<MigrationLoadBalancer>,
-    /// Name of the placement policy, one of `coreward_model::policy::names()`.
+    /// Name of the placement policy, one of `coreward_model::policy::policy_names()`.
     pub policy: &'static str,
     /// Level of detail of the load balancers' counters that the policy needs.
     pub telemetry_level: TelemetryLevel,
@@ -127,7 +127,7 @@ impl FleetService {
         self.mode.timestamps == TimestampOrigin::LoadBalancer
     }
 
-    /// Returns the service's other load balancer as a `Server` that takes no new connections.
+    /// Returns the other load balancer of the service's migration, if any, as a `Server` that takes no new connections.
     fn other_balancer_as_server(&self) -> Option<Server> {
         let (migration, other_balancer) = self.mode.migration.zip(self.other_balancer)?;
         Some(Server {
@@ -158,7 +158,7 @@ impl RackServerCounts<'_> {
 }
 
 impl Fleet {
-    /// Returns whether any document has ever been applied.
+    /// Returns whether a fleet document has ever been applied.
     pub fn has_document(&self) -> bool {
         self.document.generation > 0
     }
@@ -306,8 +306,8 @@ impl Fleet {
         }
     }
 
-    /// Returns the configuration for a server's agent. The `previous_owners` are the previous owners of this server's
-    /// buckets. A server that has left a service still stamps the service's connections.
+    /// Returns the configuration for a server's agent. `previous_owners` contains the servers that previously had this
+    /// server's buckets. A server that has left a service still stamps the service's connections.
     pub fn agent_configuration(&self, id: ServerId, previous_owners: &BTreeSet<ServerId>) -> AgentConfiguration {
         let member_services = self.services.iter().filter(|service| service.members.contains_key(&id));
         let to_stamped_service = |service: &FleetService| AgentService {

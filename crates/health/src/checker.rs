@@ -83,8 +83,8 @@ struct CheckedTarget<K> {
     key: K,
 }
 
-/// Health checker of all targets. Its thread ends when `desired_target_sender` is dropped, so this field must come
-/// first.
+/// Health checker of all targets, which runs in its own thread. Its thread ends when `desired_target_sender` is
+/// dropped, so this field must come first.
 pub struct HealthChecker<K> {
     desired_target_sender: watch::Sender<Arc<Vec<CheckedTarget<K>>>>,
     shared_results: Arc<SharedCheckResults<K>>,

@@ -51,7 +51,7 @@ impl AsyncWrite for ServerConnection {
     }
 }
 
-/// Guard of an entry in the NAT table, which is removed when the guard is dropped.
+/// Guard of an entry in the NAT table. Dropping the guard removes the entry.
 pub(crate) struct NatEntryGuard {
     nat_path: NatPath,
     nat_table: Arc<dyn NatTable>,

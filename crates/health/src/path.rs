@@ -2,20 +2,20 @@
 
 use std::net::IpAddr;
 
-/// Addresses and ports of a health check's connection. In its packets to the server, the data plane replaces the
-/// server's own address by the VIP.
+/// Addresses and ports of a health check's connection. In packets to the server, the data plane replaces the server's
+/// own address by the VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NatPath {
     /// Server's own address, to which the load balancer sends packets.
     pub server: IpAddr,
-    /// VIP that replaces the server's own address in packets. Both have the same address family.
+    /// VIP that replaces the server's own address in packets. Both addresses have the same family.
     pub vip: IpAddr,
     pub server_port: u16,
     /// Source port of the connection, at the load balancer.
     pub source_port: u16,
 }
 
-/// Data plane's NAT table, which holds the connections of health checks whose addresses are rewritten.
+/// NAT table of the data plane. Each entry is a health check's connection in whose packets addresses are rewritten.
 pub trait NatTable: Send + Sync {
     /// Adds an entry. Fails if the table is full.
     fn add_entry(&self, path: &NatPath) -> anyhow::Result<()>;

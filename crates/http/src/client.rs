@@ -28,7 +28,7 @@ use coreward_api::types::{
 };
 use exchange::{PendingRequest, connect_and_send};
 
-/// Time limit for a controller's answer to the question whether it is the leader, if several are configured.
+/// Time limit for each controller to answer whether it is the leader, if several controllers are configured.
 const LEADER_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn drain_path(server: &str) -> String {
@@ -79,13 +79,14 @@ impl ControllerClient {
         Ok(Self { controllers, token, https_connector: https })
     }
 
-    /// Returns the controller's health. If another controller leads, this includes the leader's address.
+    /// Returns the health of the controller that answers. If another controller leads, this includes the leader's
+    /// address.
     pub async fn health(&self) -> anyhow::Result<Health> {
         self.get_json("health", &()).await
     }
 
-    /// Returns the status of the whole fleet, with complete RSS keys on request (operators only). Fails if no leader
-    /// can be reached, and with a [`Problem`] if the leader rejects the request, as all requests do.
+    /// Returns the status of the whole fleet, with complete RSS keys on request (operators only). Like every request,
+    /// fails if no leader can be reached, or with a [`Problem`] if the leader rejects it.
     pub async fn status(&self, include_rss_keys: bool) -> anyhow::Result<Status> {
         self.get_json("status", &[("rss_keys", include_rss_keys)]).await
     }
@@ -125,7 +126,7 @@ impl ControllerClient {
         self.get_json("audit", query).await
     }
 
-    /// Removes a permanently absent load balancer from the controller's records. Returns the remaining ones.
+    /// Removes a permanently absent load balancer from the controller's records. Returns the remaining load balancers.
     pub async fn forget_load_balancer(&self, name: &str) -> anyhow::Result<LoadBalancers> {
         let path = format!("load-balancers/{}", utf8_percent_encode(name, NON_ALPHANUMERIC));
         self.send_to_leader(PendingRequest { method: Method::DELETE, path_and_query: path, json_body: None }).await

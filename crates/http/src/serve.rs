@@ -25,8 +25,8 @@ use coreward_api::Role;
 pub struct ConnectionLimits {
     /// Maximum number of concurrent connections. At the limit, a new connection replaces an idle one, or waits.
     pub max_connections: usize,
-    /// Time limit for receiving a request's head, which begins with the end of the handshake or of the previous answer.
-    /// The time from the head to the end of the answer is not limited.
+    /// Time limit for receiving a request's head. It starts at the end of the handshake or of the previous answer. The
+    /// time from the head to the end of the answer is not limited.
     pub request_head_timeout: Duration,
     /// Maximum size of a request's head (request line and header fields), in bytes.
     pub max_request_head_bytes: usize,
@@ -88,7 +88,7 @@ pub trait StreamAcceptor: Clone + Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
 
     /// Completes the handshake, and returns the secured stream and its peer. The implementation must limit the
-    /// duration.
+    /// handshake's duration.
     fn accept(
         &self,
         stream: TcpStream,
@@ -136,8 +136,8 @@ impl ApiListener {
         self.address
     }
 
-    /// Serves requests until the returned guard is dropped, or until `background` ends, which runs on the same thread.
-    /// Each worker thread calls `on_thread_start` when it starts. Fails if threads cannot be created.
+    /// Serves requests in a new thread until the returned guard is dropped, or until `background`, which runs there,
+    /// ends. Each worker thread calls `on_thread_start` when it starts. Fails if threads cannot be created.
     pub fn serve(
         self,
         acceptor: impl StreamAcceptor,

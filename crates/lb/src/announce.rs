@@ -23,7 +23,7 @@ use crate::config::AnnounceConfig;
 
 /// Protocol number of the routes, as in `ip route`. Neither the kernel nor iproute2 assigns this number to a protocol.
 const VIP_ROUTE_PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
-/// Interval between the checks whether other programs have changed the routing table.
+/// Interval between checks for changes that other programs have made to the routing table.
 const ROUTE_READ_INTERVAL: Duration = Duration::from_secs(10);
 
 pub struct VipAnnouncer {
@@ -34,17 +34,18 @@ pub struct VipAnnouncer {
     netlink_task: AbortHandle,
 }
 
-/// VIPs that can be announced, and the reasons why other VIPs cannot be.
+/// VIPs that can be announced, and the reasons why the remaining VIPs cannot be announced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VipAnnouncementState {
     /// VIPs whose packets can be forwarded.
     pub announceable_vips: BTreeSet<IpAddr>,
-    /// Reasons why the other VIPs are not announced.
+    /// Reasons why configured VIPs are not announced.
     pub blocked_reasons: Vec<String>,
 }
 
 impl VipAnnouncer {
-    /// Returns an announcer that has read an earlier process's routes. Fails when the kernel's routes cannot be read.
+    /// Returns an announcer that has read the VIP routes left by an earlier process. Fails when the kernel's routes
+    /// cannot be read.
     pub async fn start(config: &AnnounceConfig) -> anyhow::Result<Self> {
         let (connection, netlink_handle, _) =
             rtnetlink::new_connection().context("cannot open a netlink socket for routes")?;

@@ -43,12 +43,12 @@ pub struct CaptureArgs {
     pub seconds: Option<u64>,
 }
 
-/// Interval between the checks whether the capture must end.
+/// Interval at which the capture checks whether it must end.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Captures packets of a service until the given number of packets or seconds is reached, or until SIGINT. Then prints
-/// the number of packets. Fails when no load balancer runs, it does not have the service, or the file cannot be
-/// written.
+/// the number of packets. Fails when no load balancer runs, when it does not have the service, or when the file cannot
+/// be written.
 pub fn run_capture_command(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = LoadBalancerConfig::load(&args.config)?;
     let service = find_service(&args.service, &capture::pinned_services(&config.pin_directory)?)?;

@@ -47,8 +47,8 @@ impl ConnectionSortKey {
 
 const PIN_ROOT_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
-/// Returns a service's heaviest connections as text. Fails when the pin directory is ambiguous or has no load balancer,
-/// or the service is unknown.
+/// Returns a service's connections with the most packets or bytes, as text. Fails when the pin directory is ambiguous
+/// or has no load balancer, or the service is unknown.
 pub fn run_connections_command(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),

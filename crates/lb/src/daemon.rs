@@ -489,7 +489,7 @@ fn apply_dataplane_update(
     None
 }
 
-/// Frees the connections that the agent's answer reports as closed.
+/// Frees the table entries of the connections that the agent's answer reports as closed.
 fn free_closed_connections(forwarder: &mut Forwarder, sweeper: &mut ConnectionSweeper, answer: v1::SocketAnswer) {
     let freed_result = SocketAnswer::try_from(answer)
         .map_err(anyhow::Error::from)
@@ -499,7 +499,8 @@ fn free_closed_connections(forwarder: &mut Forwarder, sweeper: &mut ConnectionSw
     }
 }
 
-/// Installs a table and returns its acknowledgement. If the table is unusable, reports this and returns `None`.
+/// Installs a placement table and returns its acknowledgement. If the table is unusable, reports this and returns
+/// `None`.
 fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
     let install_result = match table::decode_table(bytes.clone()) {
         Ok((service, table)) => {

@@ -61,8 +61,8 @@ pub struct Forwarder {
     resolvers: NeighbourResolvers,
     mac_addresses: HashMap<Neighbour, MacAddress>,
     next_hops: ServerNextHops,
-    /// Servers behind each neighbour, each by its service and its position in the service's list. A neighbour is the
-    /// server itself or a router.
+    /// Servers that are reached through each neighbour, as pairs of a service and a position in its list of servers. A
+    /// neighbour is the server itself or a router.
     servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
     services_by_index: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     own_name: String,
@@ -79,7 +79,7 @@ pub struct Forwarder {
     /// VLAN in which the VIPs and the load balancers are.
     vip_vlan: Vlan,
     vlan_device_problems: BTreeSet<String>,
-    /// Problems that have already been logged, of this machine and of servers for which it stamps packets.
+    /// Current problems, already logged, of this machine and of the servers for which it stamps packets.
     logged_problems: BTreeSet<String>,
     table_install_latency: LatencyHistogram,
     announced_vips: AnnouncedVips,
@@ -89,16 +89,16 @@ pub struct Forwarder {
     /// Servers that get no new connections from this load balancer, even if the controller's table selects them.
     masked_targets: BTreeSet<HealthCheckTarget>,
     rejections: RejectedUpdates,
-    /// Problems that the counters of the last seconds reveal.
+    /// Signs of packet loss in the counters of the last seconds.
     symptoms: PacketLossSymptoms,
 }
 
 /// VIPs that this daemon announces to the routers.
 #[derive(Default)]
 struct AnnouncedVips {
-    /// Number of announced VIPs, or `None` if this daemon announces none.
+    /// Number of announced VIPs, or `None` if the daemon runs without an announcer.
     vip_count: Option<usize>,
-    /// Reasons why other VIPs are not announced.
+    /// Reasons why configured VIPs are not announced.
     blocked_reasons: Vec<String>,
 }
 
@@ -142,8 +142,8 @@ impl Forwarder {
         }
     }
 
-    /// Starts a stream to a controller. Forgets confirmations on earlier streams, which may be to another
-    /// controller.
+    /// Starts a stream to a controller. Resets what was confirmed on the previous stream, because that may have been to
+    /// another controller.
     pub fn begin_controller_stream(&mut self) {
         self.configuration.confirmed_generation = 0;
         self.configuration.configuration_number = None;
@@ -219,9 +219,9 @@ impl Forwarder {
         self.log_missing_configuration();
     }
 
-    /// Masks those servers of a service that this load balancer's own checks found down. This happens immediately and
-    /// needs no controller. If no eligible server is up, the service's `when_all_down` decides. With "fail-open", no
-    /// server is masked, because the load balancer's own network may have failed.
+    /// Excludes servers that this load balancer's own checks found down from a service's new connections. Needs no
+    /// controller. If no eligible server is up, the service's `when_all_down` decides. With "fail-open", no server is
+    /// excluded, because the load balancer's own network may have failed.
     fn mask_down_servers(&mut self, index: ServiceIndex) {
         let Some((service, lb_service_index)) = self.services_by_index.get(&index) else { return };
         let is_server_down = |server: &&coreward_wire::Server| self.down_targets.contains(&(index, server.id));
@@ -285,7 +285,8 @@ impl Forwarder {
         Ok(connections_to_query.into_iter().filter_map(with_service_address).collect())
     }
 
-    /// Frees those entries that have not changed since the sweep. Fails when waiting for an RCU grace period fails.
+    /// Frees the table entries of those connections that have not changed since the sweep. Fails when waiting for an
+    /// RCU grace period fails.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.load_balancer.free_connections(connections)? };
         tracing::debug!(
@@ -386,8 +387,8 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Completes an upgrade, which replaces an earlier version's XDP program. Waits until all tables are installed, and
-    /// all servers' MAC addresses are known or ARP timed out.
+    /// Completes an upgrade, which replaces an earlier version's XDP program. Does nothing until all tables are
+    /// installed and all servers' MAC addresses are known, or until ARP timed out.
     fn switch_program_when_ready(&mut self) -> anyhow::Result<()> {
         let Some(configured_at) =
             self.configuration.first_applied_at.filter(|_| self.load_balancer.is_upgrade_pending())

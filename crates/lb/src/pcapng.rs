@@ -73,7 +73,7 @@ fn push_option(block: &mut Vec<u8>, option_code: u16, value: &[u8]) {
     pad_to_four_bytes(block);
 }
 
-/// Pads `block` with zeros to a multiple of four bytes, which each block, packet and option must have.
+/// Pads `block` with zeros to a multiple of four bytes, as the format requires for blocks, packets and options.
 fn pad_to_four_bytes(block: &mut Vec<u8>) {
     block.resize(block.len().next_multiple_of(4), 0);
 }

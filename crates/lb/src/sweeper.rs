@@ -21,7 +21,7 @@ const MAX_OPEN_QUERIES_PER_SERVER: usize = 2;
 const SOCKET_QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after which a connection that still has a socket is checked again, unless the idle time is shorter.
 const SOCKET_RECHECK_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval between queries to a server whose agent is absent, which detect its return.
+/// Interval between queries to a server whose agent is absent. The queries detect the agent's return.
 const ABSENT_AGENT_QUERY_INTERVAL: Duration = Duration::from_secs(5);
 /// Duration of an agent's absence after which connections are freed by age alone. A shorter absence may be a restart of
 /// the agent or the controller.

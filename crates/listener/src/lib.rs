@@ -12,7 +12,7 @@ use std::time::Duration;
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Time without an answer to a ping after which the connection is closed, even if TCP still considers it open.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for the registration message of a stream, at the controller and at rack controllers.
+/// Time within which a new stream to a controller or rack controller must send its registration message.
 pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of concurrent streams per connection. A daemon opens one stream, while a command opens several.
 const MAX_STREAMS_PER_CONNECTION: u32 = 32;
@@ -21,7 +21,7 @@ const MAX_FRAME_BYTES: u32 = 16 << 10;
 /// HTTP/2 flow-control window in bytes. It has room for a rack controller's summaries of one interval.
 const FLOW_CONTROL_WINDOW_BYTES: u32 = 256 << 10;
 
-/// Returns a builder of the gRPC server of a controller or rack controller, which detects broken connections.
+/// Returns a builder of gRPC servers for controllers and rack controllers. The servers detect broken connections.
 pub fn grpc_server_builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))

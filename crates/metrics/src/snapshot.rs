@@ -41,7 +41,7 @@ impl MetricsSnapshot {
     }
 
     /// Adds one series for each value. The first label is the given one, and the second is the value's index from 0.
-    /// Labels are created only below the limit of series, because a fleet of ten thousand servers has half a million
+    /// Creates no labels for series above [`MAX_SERIES_PER_METRIC`], because ten thousand servers have half a million
     /// cores.
     pub fn add_indexed_values(
         &mut self,

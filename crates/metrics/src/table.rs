@@ -40,15 +40,16 @@ impl Component {
     }
 }
 
-/// Kind of a metric. It determines how series above the limit are combined.
+/// Kind of a metric. It determines how the excess series are combined if a metric has too many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MetricKind {
-    /// Counter. Series above the limit are combined by their sum.
+    /// Counter. If a metric has too many series, the excess ones are combined into their sum.
     Counter,
-    /// Gauge that counts objects. Series above the limit are combined by their sum.
+    /// Gauge that counts objects. If a metric has too many series, the excess ones are combined into their sum.
     Gauge,
     Histogram,
-    /// Gauge of an age, a fraction or a generation. Series above the limit are combined by their maximum.
+    /// Gauge of an age, a fraction or a generation. Of series in excess of the limit per metric, only the maximum is
+    /// kept.
     MaxGauge,
 }
 

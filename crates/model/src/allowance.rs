@@ -57,8 +57,8 @@ impl ConnectionAllowance {
         self.remaining_connections < 0.0
     }
 
-    /// Returns whether the server is limited for too many connections. The limit ends when half of the allowance is
-    /// back.
+    /// Returns whether the server is limited because its allowance was exhausted. The limit ends when half of the
+    /// allowance is back.
     pub fn is_limited(&self) -> bool {
         self.is_limited
     }

@@ -107,7 +107,8 @@ pub struct Workload {
     pub mouse_request_count_range: (u32, u32),
     /// Interval between two consecutive requests of a mouse (us).
     pub mouse_request_interval_us: u32,
-    /// Duration of the ramp-up (us), in which a long-running pool's elephants start. Then the load is stationary.
+    /// Duration of the ramp-up (us), in which the elephants of a long-running pool start. Afterwards, the load is
+    /// stationary.
     pub ramp_up_us: u64,
     /// Number of source addresses from which clients connect.
     pub source_address_count: u16,

@@ -58,7 +58,7 @@ impl BucketHistory {
         if self.previous_servers.iter().all(Option::is_none) { Vec::new() } else { self.previous_servers.clone() }
     }
 
-    /// Returns the previous servers of each current server's buckets, by current server.
+    /// Returns, for each current server, the previous servers of its buckets.
     pub fn previous_servers_by_current_server(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
         let mut previous_by_current_server: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
         for (current_server, previous_server) in self.current_servers.iter().zip(&self.previous_servers) {

@@ -291,7 +291,7 @@ pub struct Connection {
     pub client: SocketAddr,
     /// Number of packets from the client, without retransmitted SYNs.
     pub packet_count: u64,
-    /// Number of bytes in the frames of these packets.
+    /// Number of bytes in the client's frames, without retransmitted SYNs.
     pub byte_count: u64,
     /// Time of the connection's first SYN.
     pub opened_at: ClockTicks,
@@ -355,7 +355,7 @@ pub struct ConnectionTimeouts {
     pub half_open: Duration,
     /// Idle time after which a connection with a FIN or RST expires.
     pub closing: Duration,
-    /// Idle time after which any other connection expires.
+    /// Idle time after which a connection without a FIN or RST expires.
     pub idle: Duration,
 }
 

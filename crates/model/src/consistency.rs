@@ -18,8 +18,8 @@ pub enum ConsistencyMode {
     None,
     /// A hash table maps each connection to its server, as in most load balancers.
     HashTable,
-    /// The packet's hash bucket selects the server. It forwards packets of unknown connections to the bucket's previous
-    /// server (Beamer, NSDI'18).
+    /// The packet's hash bucket selects the server. The server forwards packets of unknown connections to the bucket's
+    /// previous server (Beamer, NSDI'18).
     Beamer,
 }
 

@@ -95,10 +95,9 @@ pub enum Cookie {
 }
 
 impl FleetCookieKeys {
-    /// Returns the keys, of which the current one is the key that stamps a server's TSval of `tsval_ms`. The fleet's
-    /// current key stamps from TSval `switch_tsval_ms` on, and the other key before. The TSval decides rather than the
-    /// time at which the packet passes, so that TSval never decreases (PAWS). The two TSvals must be less than 2^31 ms
-    /// apart.
+    /// Returns the keys, with the key that stamps the server's TSval `tsval_ms` as the current one. The fleet's current
+    /// key stamps from TSval `switch_tsval_ms` on, and the other key before. The TSval decides rather than the time at
+    /// which the packet passes, so that TSval never decreases (PAWS). The two TSvals must be less than 2^31 ms apart.
     pub fn keys_for_tsval(&self, tsval_ms: u32, switch_tsval_ms: u32) -> FleetCookieKeys {
         let is_switched = tsval_ms.wrapping_sub(switch_tsval_ms) as i32 >= 0;
         FleetCookieKeys {

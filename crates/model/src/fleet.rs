@@ -54,7 +54,7 @@ pub struct SimulatedCluster {
     new_connection_count: u64,
     /// RSS keys used so far, each with its precomputed Toeplitz tables. The first one is the fleet's key.
     rss_hashers: Vec<(RssKey, ToeplitzTables)>,
-    /// For each group of the active placement table, the index of its RSS key in `hashers`.
+    /// For each group of the active placement table, the index of its RSS key in `rss_hashers`.
     hasher_index_by_group: Vec<usize>,
     /// Whether each server, by its position in the plan, gets new connections from the next table on.
     eligible_by_position: Vec<bool>,

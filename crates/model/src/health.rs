@@ -200,7 +200,7 @@ impl HealthCheckJitter {
         self.0
     }
 
-    /// Returns the time until the next check, which is from a tenth of `interval` up to the whole. `draw` is a random
+    /// Returns the time until the next check, which is between a tenth of `interval` and all of it. `draw` is a random
     /// number from 0 to 1.
     pub fn jittered_interval(self, interval: Duration, draw: f64) -> Duration {
         interval.mul_f64((1.0 - self.0 * draw.clamp(0.0, 1.0)).max(0.1))

@@ -194,7 +194,7 @@ impl ServerClock {
 /// `bpf/lb/clocks.h`.
 #[derive(Debug, Default)]
 pub struct ConnectionOffsets {
-    /// Tag and clock offset (ms) of a connection, by index.
+    /// Tag and clock offset (ms) of a connection, by an index that the connection's hash selects.
     offset_by_index: HashMap<u32, (u32, u32)>,
 }
 

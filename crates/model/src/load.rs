@@ -7,7 +7,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SmoothingWeight(f64);
 
-/// Error returned for a [`SmoothingWeight`] that is not above 0, or above 1.
+/// Error returned for a [`SmoothingWeight`] that is not above 0 and at most 1.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("alpha {0}: expected a number above 0, at most 1")]
 pub struct SmoothingWeightOutOfRange(pub f64);
@@ -16,7 +16,7 @@ impl SmoothingWeight {
     /// Weight in the CrossRSS paper, which is the default.
     pub const PAPER_VALUE: SmoothingWeight = SmoothingWeight(0.5);
 
-    /// Returns the weight `value`. Fails if `value` is not above 0, or above 1.
+    /// Returns the weight `value`. Fails unless `value` is above 0 and at most 1.
     pub fn new(value: f64) -> Result<Self, SmoothingWeightOutOfRange> {
         if value > 0.0 && value <= 1.0 { Ok(Self(value)) } else { Err(SmoothingWeightOutOfRange(value)) }
     }
@@ -208,7 +208,8 @@ fn core_loads_since(
     }
 }
 
-/// Returns the fraction of time for which each core was busy between two readings. The server was not rebooted.
+/// Returns the fraction of time for which each core was busy between two readings. The server must not have rebooted
+/// between them.
 fn core_busy_fractions(newest_readings: &CoreReadings, new_readings: &CoreReadings) -> Vec<f64> {
     let elapsed_ns = (new_readings.measured_ns - newest_readings.measured_ns) as f64;
     newest_readings

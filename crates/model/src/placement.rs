@@ -27,7 +27,7 @@ pub struct BucketCount(u32);
 pub struct BucketCountError(pub u64);
 
 impl BucketCount {
-    /// Number of buckets in the CrossRSS paper (CoNEXT'20), which most NICs' indirection tables have, too.
+    /// Number of buckets in the CrossRSS paper (CoNEXT'20). Most NICs' indirection tables have as many entries.
     pub const PAPER_VALUE: BucketCount = BucketCount(128);
 
     /// Returns the number `count` as a number of buckets. Fails if `count` is not a power of two from 1 to 2048.
@@ -132,7 +132,7 @@ pub struct PlacementTable {
     pub candidates: Vec<CandidateCore>,
     /// Load (fixed-point number) that each connection assigned since the table was installed adds to its core.
     pub assignment_cost: u32,
-    /// Core of each core slot. A slot has the number of connections assigned to its core.
+    /// Core of each core slot. A slot counts the connections assigned to its core.
     pub core_slots: Vec<ServerCore>,
     /// Servers that take new connections, by id. Under [`PlacementRule::RoundRobin`], they are in the order of
     /// selection, and servers of more weight occur several times.

@@ -13,7 +13,7 @@ use crate::statistics::{mean, variance_pct};
 /// Settings of a simulated replay of an arrival log.
 #[derive(Debug, Clone, Copy)]
 pub struct ReplaySettings {
-    /// Number of servers, whose ids are 1 to this number.
+    /// Number of servers. Their ids are 1 to `server_count`.
     pub server_count: u16,
     /// Number of cores of each server.
     pub cores_per_server: u16,
@@ -23,7 +23,7 @@ pub struct ReplaySettings {
     pub report_interval_us: u64,
     /// Weight of the newest report in the moving averages of the loads.
     pub load_ewma_alpha: SmoothingWeight,
-    /// Phase of the agents' reports and of round robin.
+    /// Phase of the agents' reports and of round robin, relative to the placement tables.
     pub report_phase: ReplayReportPhase,
     /// Warm-up time (us). Variance windows that start earlier are omitted.
     pub warm_up_time_us: u64,
@@ -84,9 +84,9 @@ pub enum PlacementMethod<'a> {
 }
 
 const VARIANCE_WINDOW_US: u64 = 1_000_000;
-/// Number of bins per report interval, in which work is counted. A bin is 2 ms of the demo's interval of 100 ms, which
-/// is small compared with a request's 7.5 ms. With bins of 10 ms, reports would be 5 ms too young on average, which
-/// would affect the variances of crossrss-plus.
+/// Number of time bins per report interval, in which work is counted. At the demo's interval of 100 ms, a bin is 2 ms,
+/// which is small compared with a request's work of 7.5 ms. With bins of 10 ms, reports would be 5 ms too young on
+/// average, which would affect the variances of crossrss-plus.
 const BINS_PER_REPORT: u64 = 50;
 
 /// Change of the pool during a replay, at which a server starts or stops taking new connections.
@@ -181,7 +181,7 @@ fn replay_log(
 struct ReplayState {
     settings: ReplaySettings,
     cluster: SimulatedCluster,
-    /// Time at which each core, in the fleet's numbering, is free (us).
+    /// Time at which each core has finished its work (us), by the core's number in the fleet.
     free_time_us_by_core: Vec<u64>,
     busy_us_by_core_and_bin: Vec<Vec<u64>>,
     /// Busy time of each core in its server's last report (us).
@@ -272,8 +272,8 @@ impl ReplayState {
         core
     }
 
-    /// Returns the core on which the connection adds least to the sum of squared work. Adding w to a core's x adds 2xw
-    /// + w^2, where w^2 is the same on every core.
+    /// Returns the core on which the connection adds least to the sum of squared work. Work w increases the square of a
+    /// core's work x by 2xw + w^2, where w^2 is the same for every core.
     fn choose_oracle_core(&self, arrival: &ConnectionArrival) -> usize {
         let window_indexes: Vec<usize> = (0..arrival.request_count)
             .map(|index| (arrival.request_due_us(index) / VARIANCE_WINDOW_US) as usize)

@@ -43,7 +43,8 @@ pub struct RssKey {
 }
 
 impl PartialEq for RssKey {
-    /// Compares two keys. Copies are equal without a comparison of bytes, because a table compares thousands of keys.
+    /// Compares two keys. Clones of one key are equal without a comparison of bytes, because a table compares thousands
+    /// of keys.
     fn eq(&self, other: &Self) -> bool {
         self.input_transform == other.input_transform
             && (Arc::ptr_eq(&self.key_bytes, &other.key_bytes) || self.key_bytes == other.key_bytes)
@@ -106,12 +107,13 @@ impl RssKey {
         self.input_transform
     }
 
-    /// Returns the key with the same bytes and another input transform.
+    /// Returns a key with the same bytes and this input transform.
     pub fn with_input_transform(&self, input_transform: RssInputTransform) -> Self {
         Self { key_bytes: self.key_bytes.clone(), input_transform }
     }
 
-    /// Returns an identifier of the key for logs. It does not reveal the key, with which a client could aim at a core.
+    /// Returns an identifier of the key for logs. It does not reveal the key, which would let a client aim its
+    /// connections at one core.
     pub fn key_fingerprint(&self) -> String {
         let mut hasher = SipHasher13::new();
         hasher.write(&self.key_bytes);
@@ -189,7 +191,7 @@ impl RssKey {
     }
 }
 
-/// Destination byte, with its index in the input and the index of the source byte at the same offset.
+/// Destination byte of a hash input, with its index and the index of the source byte at the same offset.
 struct SourceDestinationBytePair {
     source_index: usize,
     destination_index: usize,
@@ -213,11 +215,11 @@ fn source_destination_byte_pairs(vip: SocketAddr) -> impl Iterator<Item = Source
     address_pairs.chain(port_pairs)
 }
 
-/// Number of bytes of the longest input, which has IPv6 addresses and ports.
+/// Number of bytes of the longest hash input, which consists of IPv6 addresses and ports.
 const MAX_INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 
-/// Key as precomputed tables, which hash by one look-up per input byte. The tables take 36 KiB, and are fifty times as
-/// fast as [`RssKey::toeplitz_hash`].
+/// RSS key as precomputed tables, which hash by one look-up per input byte. The tables take 36 KiB, and are fifty times
+/// as fast as [`RssKey::toeplitz_hash`].
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
     contribution_table_by_position: Box<[[u32; 256]; MAX_INPUT_BYTES]>,
@@ -293,7 +295,7 @@ pub struct IndirectionTable {
 }
 
 impl PartialEq for IndirectionTable {
-    /// Compares two tables. Copies are equal without a comparison of entries, as for [`RssKey`]s.
+    /// Compares two tables. Clones of one table are equal without a comparison of entries, as for [`RssKey`]s.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.queues, &other.queues) || self.queues == other.queues
     }
@@ -426,7 +428,7 @@ impl RssConfig {
         Ok(Box::new(intf::emulated_rss { mapping: *self.to_bpf_mapping(generation), key, ..Default::default() }))
     }
 
-    /// Returns the configuration that registers of the emulated NIC have. Fails without a valid indirection table.
+    /// Returns the RSS configuration in these registers of the emulated NIC. Fails without a valid indirection table.
     pub fn from_emulated_registers(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entry_count = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entry_count].iter().map(|queue| u32::from(*queue)).collect();

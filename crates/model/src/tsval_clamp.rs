@@ -14,7 +14,7 @@ use coreward_intf as intf;
 
 use crate::cookie::{TSVAL_RESTORE_SLACK_MS, restore_tsval};
 
-/// Maximum step of TSval (2^15 - 1 ms). It is sent in place of a larger step.
+/// Maximum increase of the TSval in a connection (2^15 - 1 ms). A larger increase is reduced to this value.
 pub const MAX_TSVAL_STEP_MS: u32 = intf::MAX_STEP_MS;
 
 /// Time part of a TSval that is sent to the client, with the TSval from which it is derived.
@@ -26,7 +26,7 @@ pub struct TsvalTimePart {
     pub original_tsval: u32,
 }
 
-/// TSval with a maximum step that was sent to the client, as in `struct clamped_timestamp`.
+/// Record of a TSval whose increase was limited to the maximum step, as in `struct clamped_timestamp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ClampedTimestamp {
     clamped_time_part: TsvalTimePart,
@@ -39,8 +39,8 @@ struct ClampedTimestamp {
 #[derive(Debug, Clone, Default)]
 pub struct PawsClamp {
     last_clamped_timestamp: Option<ClampedTimestamp>,
-    /// Server's own TSval of the last clamped packet in a group of connections. For most packets, it makes the look-up
-    /// of the connection's clamp unnecessary.
+    /// Server's own TSval of the last clamped packet in a group of connections. For most packets, it shows that no
+    /// look-up of the connection's clamp is needed.
     last_clamp_tsval_ms: u32,
 }
 
@@ -164,7 +164,7 @@ mod tests {
         Pause {
             milliseconds: u32,
         },
-        /// The other key becomes the current one, for TSvals that are later than now by at least this delay.
+        /// The server switches to its other key for TSvals that are later than now by at least this delay.
         Switch {
             delay_ms: u32,
         },
@@ -204,8 +204,8 @@ mod tests {
         packets_to_server: VecDeque<TsvalInFlight>,
         /// The client's ts_recent (RFC 7323, Sect. 4.3), or `None` before the SYN-ACK.
         client_ts_recent: Option<TsvalInFlight>,
-        /// Whether the last TSecr was older than the 65.5 s after which time parts repeat, and so was restored to a
-        /// later time.
+        /// Whether the last TSecr was older than 65.5 s, after which time parts repeat. It was then restored to a later
+        /// time.
         is_tsecr_wrapped: bool,
         tuple: FourTuple,
     }
@@ -273,8 +273,8 @@ mod tests {
             }
         }
 
-        /// Switches to the other key if the last switch is over and TCP has given up connections of clients that have
-        /// sent no packet since. The controller keeps switches hours apart.
+        /// Switches to the other key if the last switch is over and its clamped packets are confirmed. The controller
+        /// keeps switches hours apart, so that TCP gives up silent connections between them.
         fn switch_key_if_safe(&mut self, delay_ms: u32) {
             let is_after_switch = |original: u32| original.wrapping_sub(self.key_switch_ms) as i32 >= 0;
             let is_clamp_after_switch = self.paws_clamp.last_clamped_timestamp.is_none_or(|held_timestamp| {

@@ -12,8 +12,10 @@ pub struct ServerId(u16);
 
 /// Error returned for a number that is not a server id (0 to 16,383).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie \
-         holds", max = intf::SERVER_ID_COUNT - 1)]
+#[error(
+    "server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie holds",
+    max = intf::SERVER_ID_COUNT - 1
+)]
 pub struct ServerIdOutOfRange(pub u64);
 
 impl ServerId {
@@ -155,7 +157,7 @@ impl ServiceAddress {
     }
 }
 
-/// 4-tuple of a connection in the client's direction: addresses and ports of client and VIP.
+/// Addresses and ports of the client and the VIP of a connection, in the direction from client to VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FourTuple {
     client: SocketAddr,
@@ -204,8 +206,8 @@ impl FourTuple {
     }
 
     /// Returns source address, destination address, source port and destination port in network byte order (12 bytes,
-    /// or 36 for IPv6). These bytes are the input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of
-    /// the cookie's keyed hash.
+    /// or 36 for IPv6). These bytes are the input of the RSS hash with ports ("RSS hashing types", Microsoft, NDIS 6.0)
+    /// and of the cookie's keyed hash.
     pub fn bytes(&self) -> FourTupleBytes {
         let mut bytes = FourTupleBytes { buffer: [0; 36], byte_count: 0 };
         for address in [self.client.ip(), self.vip.ip()] {

@@ -1,6 +1,6 @@
 //! Assigns received datagrams to services.
 
-/// Pattern that a payload matches if it has these bytes at this offset.
+/// Pattern that matches every payload with these bytes at this offset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PayloadPattern {
     pub byte_offset: usize,

@@ -17,16 +17,14 @@ pub struct OrchestrateArgs {
     config: PathBuf,
 }
 
-/// Daemon whose privileged resources are open, so that the process can drop its capabilities before
-/// [`run_orchestrator`].
+/// Daemon that has opened its privileged resources. The process can drop its capabilities before [`run_orchestrator`].
 #[derive(Debug)]
 pub struct PreparedOrchestrator {
     config: OrchestratorConfig,
     request_intake: RequestIntake,
 }
 
-/// Reads the configuration file and opens everything for which capabilities are needed. Fails when the file has
-/// mistakes.
+/// Reads the configuration file and opens all resources that need capabilities. Fails when the file has mistakes.
 pub fn prepare_orchestrator(args: &OrchestrateArgs) -> anyhow::Result<PreparedOrchestrator> {
     let config = OrchestratorConfig::load(&args.config)?;
     let request_intake = RequestIntake::open(&config);

@@ -184,7 +184,8 @@ string_enum!(
     ]
 );
 
-/// Services without mistakes, with the queue of each service in the same order, and the addresses at which they listen.
+/// Services without mistakes, with each service's queue in the same order, and the addresses at which the daemon
+/// listens.
 struct CheckedServices {
     listeners: Vec<(SocketAddrV4, RequestClassifier)>,
     services: Vec<EngineServiceConfig>,
@@ -293,7 +294,7 @@ impl UncheckedOrchestratorConfig {
         }
     }
 
-    /// Returns the configuration of each group. If the file has no group, all services form one.
+    /// Returns the configuration of each service group. If the file has no group, all services form one.
     fn group_configs(&self, reader: &mut TomlReader<'_>) -> Vec<SchedulingGroupConfig> {
         if self.groups.is_empty() {
             return vec![SchedulingGroupConfig { parameters: SchedulingParameters::new(1), ranking: self.ranking.0 }];

@@ -23,7 +23,7 @@ const MAX_BATCH_LENGTH: usize = 64;
 pub struct DispatchEngineConfig {
     /// Number of cores that can have a worker.
     pub core_count: u16,
-    /// Upper bound of a core's rank. A core with this rank gets no further requests.
+    /// Upper bound of a core's rank. A core whose rank reaches this bound gets no further requests.
     pub rank_bound: NonZeroU16,
     /// Rule that determines how a core's outstanding requests count in its rank.
     pub rank_rule: RankRule,
@@ -77,10 +77,10 @@ pub struct CoreCounters {
     pub sent_hints: u64,
     /// Messages that had an unknown kind or were about services or cores that do not exist.
     pub invalid_messages: u64,
-    /// Requests to enable a service on a core whose worker had just ended. They are no errors.
+    /// Requests to enable a service on a core whose worker had just ended. They do not count as errors.
     pub enable_requests_without_worker: u64,
     pub rejected_feedback: u64,
-    /// Number of times that a core's queue had impossible positions of its head and tail.
+    /// Number of times that the head and tail of a core's queue had impossible positions.
     pub damaged_queues: u64,
 }
 
@@ -101,7 +101,7 @@ pub struct DispatchEngine {
 struct ServiceState {
     priority: u8,
     load_monitor: LoadMonitor,
-    /// Core whose worker has not acted on the last load hint yet, or `None` if no hint awaits action.
+    /// Core whose worker has not yet acted on the service's last load hint, or `None` if no hint awaits action.
     hinted_core: Option<u16>,
     counters: ServiceCounters,
 }

@@ -8,13 +8,13 @@ use coreward_dataplane::intake::{DatagramIntake, RequestDatagram};
 
 use crate::config::OrchestratorConfig;
 
-/// Receiver of requests through AF_XDP, if this is configured and available.
+/// Receiver of requests through AF_XDP. It receives none if AF_XDP is not configured or not available.
 #[derive(Debug, Default)]
 pub struct RequestIntake {
     af_xdp_intake: Option<DatagramIntake>,
-    /// Reason why AF_XDP is not in use although it is configured.
+    /// Reason why AF_XDP is not in use although the configuration requests it.
     fallback_reason: Option<String>,
-    /// Last counters of an AF_XDP intake that has ended.
+    /// Last counters of the AF_XDP intake after it has ended.
     final_counters: DatagramCounters,
 }
 
@@ -25,7 +25,7 @@ pub struct RequestIntakeStatus {
     /// Name of the way in which requests are received: `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
     pub mode_name: &'static str,
     pub fallback_reason: Option<String>,
-    /// Number of datagrams by outcome. The list is empty if AF_XDP was not used.
+    /// Number of datagrams received through AF_XDP, by outcome. The list is empty if AF_XDP was not used.
     pub datagram_counters: DatagramCounters,
 }
 
@@ -62,7 +62,7 @@ impl RequestIntake {
         self.fallback_reason = Some(reason);
     }
 
-    /// Passes a batch of requests from each receive queue to `accept`. Returns their number.
+    /// Passes a batch of requests from each AF_XDP receive queue to `accept`. Returns the number of requests.
     pub fn receive_batches(&mut self, accept: &mut impl FnMut(RequestDatagram<'_>)) -> usize {
         match self.af_xdp_intake.as_mut().map(|intake| intake.receive_batches(accept)) {
             Some(Ok(received_count)) => received_count,

@@ -10,7 +10,7 @@ pub const MAX_BATCH_DATAGRAMS: usize = 32;
 /// Requested size of the kernel's receive buffer in bytes. The kernel may limit it.
 const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 
-/// A UDP socket with memory for a batch of datagrams in each direction.
+/// UDP socket with memory for a batch of received datagrams and a batch of datagrams to send.
 ///
 /// The kernel's own batches (UDP GSO and GRO) are not used, because each consists of datagrams for a single client.
 #[derive(Debug)]
@@ -70,7 +70,7 @@ impl UdpBatchSocket {
         Ok(datagram_count)
     }
 
-    /// Adds a datagram to the batch. The batch is sent when it is full or [`flush`](Self::flush) is called.
+    /// Adds a datagram to the batch to send. The batch is sent when it is full or [`flush`](Self::flush) is called.
     pub fn queue_datagram(&mut self, destination: SocketAddrV4, payload: &[u8]) {
         self.send_buffer.extend_from_slice(payload);
         self.queued_datagrams.push((destination, self.send_buffer.len()));
@@ -162,7 +162,7 @@ impl MessageHeaders {
         usize::try_from(received_datagram_count).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Sends the datagrams in the range. Returns the number of sent datagrams, which is at least one.
+    /// Sends the queued datagrams with indexes in `range`. Returns the number of sent datagrams, which is at least one.
     fn send_datagrams(&mut self, socket: BorrowedFd<'_>, range: Range<usize>) -> io::Result<usize> {
         let linked_headers = self.link_headers(range);
         let (first, count) = (linked_headers.as_mut_ptr(), linked_headers.len() as libc::c_uint);

@@ -25,10 +25,11 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::reducer::ReportReducer;
 
-/// Maximum number of updates that wait for one agent. An agent that does not read them is disconnected.
+/// Maximum number of updates that wait for one agent. An agent that does not read its updates is disconnected at this
+/// limit.
 const AGENT_QUEUE_LENGTH: usize = 64;
-/// Average number of reports per agent that may wait for the controller. An agent whose report would exceed the limit
-/// must reconnect, because a dropped report may have contained its RSS configuration.
+/// Maximum number of reports that wait for the controller, averaged over the agents. An agent whose report would exceed
+/// the limit must reconnect, because a dropped report may have contained its RSS configuration.
 const MAX_WAITING_REPORTS_PER_AGENT: usize = 16;
 
 type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
@@ -37,7 +38,8 @@ type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 pub struct RackState {
     /// Connection to the controller, or `None` if no controller is connected.
     controller_session: Mutex<Option<ControllerSession>>,
-    /// Number of the newest agent stream. It is never reused, because the next controller may still serve an old one.
+    /// Number of the newest agent stream. Numbers are never reused, because the next controller may still serve a
+    /// stream with an old number.
     newest_stream_number: AtomicU64,
     start_time: Instant,
 }
@@ -129,7 +131,7 @@ impl RackState {
         self.lock_controller_session().as_ref()?.reducer.report_interval()
     }
 
-    /// Takes those summaries and reports that are due, as messages to the controller.
+    /// Takes the summaries and reports that are due, and returns them as messages to the controller.
     pub fn take_summary_messages(&self) -> Vec<v1::RackMessage> {
         let (now, mut connection) = (self.now(), self.lock_controller_session());
         let Some(connection) = connection.as_mut() else { return Vec::new() };
@@ -175,7 +177,7 @@ impl RackState {
         false
     }
 
-    /// Returns how long to wait before the stream's next message may be read. Zero means that it may be read now.
+    /// Returns the time until the stream's next message may be read. Zero means that it may be read now.
     fn time_until_next_message(&self, stream: u64) -> Duration {
         let now = self.now();
         self.lock_controller_session()
@@ -249,7 +251,8 @@ fn relayed_agent_message(stream: u64, message: Message) -> v1::FromAgent {
     v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-/// Returns the agent's next message. At the rate limit nothing is read, so that HTTP/2's flow control slows the agent.
+/// Returns the agent's next message. Reads none while the agent exceeds its rate limit, so that HTTP/2's flow control
+/// slows the agent.
 async fn next_message(
     rack_state: &RackState,
     stream: u64,
@@ -306,7 +309,8 @@ async fn serve_agent(
 
 pub struct RackControlService {
     pub rack_state: Arc<RackState>,
-    /// Certificates that agents may use to authenticate themselves.
+    /// Security settings of the agents' listener, such as the certificates that agents may use to authenticate
+    /// themselves.
     pub security: Arc<ListenerSecurity>,
 }
 

@@ -42,8 +42,8 @@ metrics! {
 /// Maximum number of queued messages to the controller. If the queue is full, agents wait and summaries are dropped.
 const CONTROLLER_QUEUE_LENGTH: usize = 64;
 
-/// Runs the rack controller until SIGTERM or SIGINT. Fails if the configuration file is invalid or its address cannot
-/// be bound.
+/// Runs the rack controller until SIGTERM or SIGINT. Fails if the configuration file is invalid or the listening
+/// address cannot be bound.
 pub fn run_rack_controller(config: &Path) -> anyhow::Result<()> {
     coreward_daemon::raise_open_file_limit();
     let config_path = config;
@@ -68,8 +68,8 @@ pub fn run_rack_controller(config: &Path) -> anyhow::Result<()> {
     })
 }
 
-/// Reloads the revoked certificates from the configuration file at each SIGHUP. Changes of other keys need a restart,
-/// which disconnects agents for a second.
+/// Reloads the revoked certificates from the configuration file at each SIGHUP. Changes of other keys in the file need
+/// a restart, which disconnects agents for a second.
 async fn reload_on_sighup(
     mut hangup: Signal,
     path: &Path,
@@ -187,8 +187,8 @@ async fn run_controller_sessions(config: &RackControllerConfig, rack_state: &Rac
     }
 }
 
-/// Records and logs that the controller has accepted this rack. The first update shows this, so later updates have no
-/// effect.
+/// Records and logs that the controller has accepted this rack. The controller's first update shows this, so later
+/// updates have no effect.
 fn record_acceptance(
     config: &RackControllerConfig,
     connection: &ControllerConnection,

@@ -78,7 +78,7 @@ async fn start_rack_controller(name: &str, listen: &str, controller: &RunningSer
     RunningServer(tokio::spawn(rack.serve()), address)
 }
 
-/// Task of an agent that reports the same loads until this value is dropped.
+/// Task of an agent, which reports the same loads until this value is dropped.
 struct TestAgent(JoinHandle<()>);
 
 impl Drop for TestAgent {
@@ -87,7 +87,7 @@ impl Drop for TestAgent {
     }
 }
 
-/// Opens an agent's stream, and returns it once the peer has accepted the agent.
+/// Opens an agent's stream to a rack or controller, and returns it once this peer has accepted the agent.
 async fn open_agent_stream(
     server: &str,
     address: SocketAddr,

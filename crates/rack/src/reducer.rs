@@ -12,7 +12,7 @@ use coreward_model::policy::{self, Policy, PoolServer, RackSummary, ServerPool};
 use coreward_wire::rack::encode_summary;
 use coreward_wire::{AgentReport, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, v1};
 
-/// Number of detail intervals after which a forwarded report expires.
+/// Age at which a forwarded report expires, as a number of detail intervals.
 const REPORT_VALIDITY_INTERVALS: u32 = 3;
 
 /// Reducer of agents' reports to summaries for the controller. It also selects the reports to forward completely.
@@ -37,7 +37,8 @@ struct ReducedAgentState {
 }
 
 impl ReducedAgentState {
-    /// Returns whether the report must be forwarded because it is the first, its state is new, or its details are due.
+    /// Returns whether the report must be forwarded completely: it is the first, its state has changed, or its details
+    /// are due.
     fn must_forward(&self, report: &v1::Report, min_forwarding_interval: Duration, now: Now) -> bool {
         self.last_forwarded_report.as_ref().is_none_or(|last_report| {
             let has_new_details = now.monotonic_time.saturating_sub(last_report.forwarded_at)
@@ -116,7 +117,7 @@ impl ReportReducer {
         self.agents_by_stream.len()
     }
 
-    /// Returns how long to wait before the stream's next message may be read. Zero means that it may be read now.
+    /// Returns the time until the stream's next message may be read. Zero means that it may be read now.
     pub fn time_until_next_message(&self, stream: u64, now: Now) -> Duration {
         let agent_and_configuration = self.agents_by_stream.get(&stream).zip(self.configuration.as_ref());
         agent_and_configuration.map_or(Duration::ZERO, |(agent_state, configuration)| {
@@ -132,7 +133,7 @@ impl ReportReducer {
         }
     }
 
-    /// Stores a report. Returns the report if it must be forwarded completely, and the reason if the report is
+    /// Stores an agent's report. Returns the report if it must be forwarded completely, or the reason if it is
     /// rejected.
     pub fn record_report(
         &mut self,

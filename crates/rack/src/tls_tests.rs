@@ -75,10 +75,8 @@ impl TestCertificates {
     }
 
     async fn start_rack_controller(&self, controller: SocketAddr, tls_section: &str) -> SocketAddr {
-        let rack_text = format!(
-            "name = \"r1\"\nlisten = \"127.0.0.1:0\"\ncontroller = \
-                                 \"{controller}\"\n{tls_section}"
-        );
+        let rack_text =
+            format!("name = \"r1\"\nlisten = \"127.0.0.1:0\"\ncontroller = \"{controller}\"\n{tls_section}");
         let rack =
             RackController::bind(RackControllerConfig::parse(&TomlSource::from_text("rack.toml", &rack_text)).unwrap())
                 .await
@@ -108,7 +106,7 @@ async fn request_first_update(
     ControlClient::new(channel).agent(ReceiverStream::new(receiver)).await?.into_inner().message().await
 }
 
-/// Returns the update of [`request_first_update`] once the rack has connected to its controller.
+/// Repeats [`request_first_update`] until the rack has connected to its controller, and returns the update.
 async fn retry_first_update_until_connected(
     credential_files: &CredentialFiles,
     expected_roles: &'static [FleetRole],

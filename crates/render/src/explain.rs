@@ -39,7 +39,7 @@ fn format_vlan(reply: &Explanation) -> String {
     name_and_vlan.map_or_else(String::new, |(name, vlan)| format!("Frames to {name} are in VLAN {vlan}.\n"))
 }
 
-/// Returns the output line about the share of packets whose cookie decides the server, or an empty text if load
+/// Returns the output line with the share of packets for which the cookie selects the server. The line is empty if load
 /// balancers do not stamp the service's cookies.
 fn format_cookie_share(reply: &Explanation) -> String {
     reply.cookie_share.map_or_else(String::new, |share| {
@@ -47,7 +47,8 @@ fn format_cookie_share(reply: &Explanation) -> String {
     })
 }
 
-/// Returns the output line about the outer header of forwarded packets, or an empty text for `l2`, which adds none.
+/// Returns the output line about the outer header of forwarded packets, or an empty text for `l2` forwarding, which
+/// adds no header.
 fn format_forwarding(reply: &Explanation) -> String {
     const OTHER_CORE_NOTE: &str = "NICs hash the outer header, so packets may arrive at another core";
     match (&*reply.forwarding, reply.outer_source_port) {

@@ -9,7 +9,7 @@ use coreward_http::client::ControllerClient;
 
 use super::{OutputFormat, block_on, to_json};
 
-/// Returns the applied fleet document in the operator's original text. Fails if the controller cannot be reached.
+/// Returns the active fleet document as the operator wrote it. Fails if the controller cannot be reached.
 pub fn fetch_document(client: &ControllerClient, format: OutputFormat) -> anyhow::Result<String> {
     let document = block_on(client.fleet())?;
     match format {

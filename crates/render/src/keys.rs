@@ -106,8 +106,7 @@ mod tests {
         assert_eq!(
             format_keys(&announced_keys, 7200),
             "key 1 stamps, for 2 h 0 min now\n  rotation   the next key (configuration 7) waits for load balancer lb2, \
-             the \
-             agent of s3\n"
+             the agent of s3\n"
         );
         let confirmed_keys = Keys { pending_peers: Vec::new(), ..announced_keys };
         assert!(format_keys(&confirmed_keys, 0).ends_with("the next key is everywhere, and about to stamp\n"));

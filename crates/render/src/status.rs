@@ -54,7 +54,7 @@ fn rack_status_text(rack: &Rack, server_count: usize) -> String {
     )
 }
 
-/// Formats the sum of the counts, followed by the positive counts in descending order, such as "3 (out_of_order 2,
+/// Formats the sum of the counts and, in descending order, the positive counts by name, such as "3 (out_of_order 2,
 /// no_cores 1)".
 fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     let counts_text = format_positive_counts(counts);

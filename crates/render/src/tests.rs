@@ -345,8 +345,7 @@ fn explanation_is_printed_as_text() {
     assert_eq!(explain::format_explanation(&explanation, &request), SAMPLE_EXPLANATION_TEXT);
     let explanation = Explanation { forwarding: "gue".into(), outer_source_port: Some(50_123), ..explanation };
     let outer_header_note = "Forwarded by gue from source port 50123: NICs hash the outer header, so packets may \
-                             arrive at \
-                 another core.\n";
+                             arrive at another core.\n";
     assert_eq!(
         explain::format_explanation(&explanation, &request),
         SAMPLE_EXPLANATION_TEXT.to_owned() + outer_header_note

@@ -45,7 +45,8 @@ pub(crate) unsafe fn exclusive_ref<'a, T>(pointer: *mut T) -> Option<&'a mut T> 
     object
 }
 
-/// Returns an object that threads share. If the pointer is null, stores an error and returns `None`.
+/// Returns the object to which a caller's pointer points, and which threads may share. If the pointer is null, stores
+/// an error and returns `None`.
 ///
 /// # Safety
 ///

@@ -26,7 +26,7 @@ pub struct Request {
     pub service: u8,
 }
 
-/// The core on which a handler runs, as the handler sees it.
+/// The core on which a handler runs, as passed to the handler.
 #[derive(Debug)]
 pub struct Context {
     _private: [u8; 0],
@@ -61,7 +61,8 @@ pub struct Allocator {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct ServeOptions {
-    /// Allocator that acts on hints, between requests and at yield points. If null, hints only rearm their monitor.
+    /// Allocator that acts on hints, between requests and at yield points. If it is null, a hint only rearms its load
+    /// monitor.
     pub allocator: *const Allocator,
     /// Time for which a request runs before it yields (5 us).
     pub quantum_ns: u64,
@@ -72,7 +73,7 @@ pub struct ServeOptions {
     /// Period of a timer that also preempts handlers between yield points (no timer). Two threads of the core then call
     /// the handler, which must not hold a lock that requests of higher priority need.
     pub timer_ns: u64,
-    /// Maximum number of requests without a response in one LoadFeedback message (4).
+    /// Maximum number of requests without a response that one LoadFeedback message reports as completed (4).
     pub feedback_batch: u32,
 }
 
@@ -97,8 +98,8 @@ impl From<serve::ServeCounters> for ServeCounters {
     }
 }
 
-/// Creates an assignment of `cores` cores with one of the methods above. Each service keeps `reserved` cores for
-/// itself. Returns null if the method is unknown.
+/// Creates an allocator for `cores` cores by the method `assignment`, such as COREWARD_HYBRID. Each service keeps
+/// `reserved` cores for itself. Returns null if the method is unknown.
 #[unsafe(no_mangle)]
 pub extern "C" fn coreward_allocator_new(assignment: c_int, cores: u16, reserved: u16) -> *mut Allocator {
     let assignment = match assignment {

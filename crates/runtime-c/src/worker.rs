@@ -36,7 +36,7 @@ impl SharedRuntime {
 
 #[derive(Debug)]
 pub struct Worker {
-    /// Worker that borrows from `shared_runtime`, so it is dropped first.
+    /// Worker of the Rust library. It borrows from `shared_runtime`, so it is dropped first.
     pub(crate) worker: worker::Worker<'static>,
     pub(crate) shared_runtime: Arc<SharedRuntime>,
 }
@@ -200,8 +200,8 @@ pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: 
     }
 }
 
-/// Enables hints to scale a service down (EnableLoadMonitor). One is sent if at most `threshold` requests wait during
-/// `calm_epochs` epochs of `epoch_ns`.
+/// Enables hints to scale a service down (EnableLoadMonitor). A hint is sent if at most `threshold` requests wait
+/// during `calm_epochs` epochs of `epoch_ns`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_enable_scale_down(
     worker: *mut Worker,

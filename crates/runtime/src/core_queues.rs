@@ -23,7 +23,7 @@ pub struct RequestHeader {
 pub struct ResponseHeader {
     pub client: SocketAddrV4,
     pub service: u8,
-    /// Number of requests of the service that this response completes.
+    /// Number of the service's requests that this response completes.
     pub completed_count: u32,
 }
 
@@ -75,7 +75,7 @@ impl CoreQueues {
         Ok(Self { rings_by_core: rings_by_core.collect(), segment })
     }
 
-    /// Returns the sizes with which the shared memory was created.
+    /// Returns the sizes of the shared memory's parts, as they were when it was created.
     pub fn segment_geometry(&self) -> &SegmentGeometry {
         &self.segment.geometry
     }
@@ -265,7 +265,7 @@ impl SharedSegment {
     }
 
     /// Reads a slot, which must belong to the caller's side of the ring. The payload is `None` if its length is out of
-    /// range. It must not be used after the slot is returned to the other side.
+    /// range. It must not be used after the slot is returned to the ring's other side.
     #[inline]
     pub(crate) fn read_slot<'a>(&self, offset: usize) -> (SlotHeader, Option<&'a [u8]>) {
         let max_slot_content_bytes = self.geometry.slot_bytes as usize - SEQUENCE_NUMBER_BYTES;

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use coreward_model::dispatch::MAX_SCHEDULED_SERVICES;
 
-/// Magic number in the first bytes of the shared memory. It identifies the file.
+/// Magic number in the first bytes of the shared memory, which identifies the file as coreward's.
 pub(crate) const SHARED_MEMORY_MAGIC: u64 = u64::from_le_bytes(*b"coreward");
 /// Version of this memory layout. A process rejects memory with another version.
 pub const MEMORY_LAYOUT_VERSION: u32 = 2;
@@ -58,7 +58,7 @@ pub(crate) struct ServiceRecord {
     pub priority: AtomicU32,
 }
 
-/// Tail cursors of the rings into which one side writes.
+/// Tail cursors of the rings into which one side (orchestrator or worker) writes.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct RingTails {
@@ -72,7 +72,7 @@ pub(crate) struct RingTails {
     pub worker_number: AtomicU32,
 }
 
-/// Head cursors of the rings from which one side reads.
+/// Head cursors of the rings from which one side (orchestrator or worker) reads.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct RingHeads {
@@ -97,7 +97,7 @@ pub(crate) struct SlotHeader {
     pub client_port: u16,
     pub service_number: u16,
     pub payload_length: u32,
-    /// Number of requests of the service that a response completes.
+    /// Number of the service's requests that this response completes.
     pub completed_count: u32,
     /// Arrival time of a request, in nanoseconds on the orchestrator's clock.
     pub arrived_ns: u64,
@@ -114,7 +114,7 @@ pub(crate) struct RawWorkerMessage {
     pub threshold: u64,
 }
 
-/// Configurable sizes in the shared memory.
+/// Configurable sizes of the shared memory and its parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SegmentGeometry {
     /// Number of cores, from 1 to [`MAX_CORES`]. Each has one worker.
@@ -166,7 +166,7 @@ impl SegmentGeometry {
         self.slot_bytes as usize - SEQUENCE_NUMBER_BYTES - size_of::<SlotHeader>()
     }
 
-    /// Returns the number of slots in a core's response ring. It suffices for all requests that can be at the core.
+    /// Returns the number of slots in a core's response ring, which suffices for all requests that can be at the core.
     pub(crate) fn response_slot_count(&self) -> u32 {
         (self.slots_per_queue * u32::from(self.priority_count)).next_power_of_two()
     }

@@ -30,11 +30,12 @@ pub enum WorkerMessage {
         /// Condition for sending hints, with times in nanoseconds.
         trigger: HintTrigger,
     },
-    /// Permits the service's load monitor to send another hint, because the cores have acted on the last one.
+    /// Permits the service's load monitor to send another hint, because the cores have acted on its last hint.
     RearmLoadMonitor { service: u8 },
 }
 
-/// Hint from the orchestrator to the worker whose core has the least load of a service.
+/// Hint from the orchestrator about the number of a service's cores. It is sent to the worker whose core has the least
+/// load of the service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HintMessage {
     pub service: u8,
@@ -74,7 +75,7 @@ impl From<WorkerMessage> for RawWorkerMessage {
 }
 
 impl RawWorkerMessage {
-    /// Returns the decoded message of a worker, or `None` if no worker of this version could have sent it.
+    /// Returns the decoded message of a worker, or `None` if this version's workers never send such a message.
     #[inline]
     pub fn to_message(self) -> Option<WorkerMessage> {
         let Self { message_kind: kind, service, core, count, threshold, .. } = self;
@@ -100,7 +101,7 @@ impl RawWorkerMessage {
         })
     }
 
-    /// Returns the decoded hint of an orchestrator, or `None` if no orchestrator of this version could have sent it.
+    /// Returns the decoded hint of an orchestrator, or `None` if this version's orchestrator never sends such a hint.
     pub fn to_hint(self) -> Option<HintMessage> {
         let load_hint = match self.message_kind {
             KIND_SCALE_UP_MONITOR => LoadHint::ScaleUp,

@@ -8,7 +8,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Cursor of a ring, in memory that producer and consumer share. Only one of them stores it.
+/// Cursor of a ring, in memory that producer and consumer share. Only one of these two stores values in it.
 pub trait RingCursor {
     /// Returns the cursor's value. Memory accesses of the storing side before its store become visible (acquire).
     fn load(&self) -> u32;
@@ -28,7 +28,7 @@ impl RingCursor for AtomicU32 {
     }
 }
 
-/// Error for a cursor value that the other side cannot have stored according to the protocol.
+/// Error for a cursor value that the other side of the ring cannot have stored according to the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a ring of {slot_count} slots with {used_slot_count} in use: the other side's cursor is damaged")]
 pub struct DamagedRingCursor {
@@ -83,8 +83,8 @@ impl RingProducer {
         sequence.store(self.own_tail);
     }
 
-    /// Marks all slots as unpublished, because a predecessor may have published some. The producer must call this when
-    /// it starts.
+    /// Marks all slots as unpublished, because an earlier producer may have published some. A producer must call this
+    /// when it starts.
     pub fn clear_sequences<'a, C: RingCursor + 'a>(&self, sequence_of_slot: impl Fn(u32) -> &'a C) {
         for position in (0..self.slot_count).map(|offset| self.own_tail.wrapping_add(offset)) {
             sequence_of_slot(position & (self.slot_count - 1)).store(position);

@@ -195,7 +195,7 @@ impl SharedSegment {
         Ok(geometry)
     }
 
-    /// Locks the byte for this open file. Returns false if another open file holds the lock.
+    /// Locks the byte `lock` for this open file. Returns false if another open file holds the lock.
     pub fn try_lock(&self, lock: LivenessLock) -> nix::Result<bool> {
         match fcntl(self.memory_file.as_fd(), FcntlArg::F_OFD_SETLK(&lock.flock_request(libc::F_WRLCK))) {
             Ok(_) => Ok(true),
@@ -204,7 +204,7 @@ impl SharedSegment {
         }
     }
 
-    /// Returns whether another open file holds the lock on the byte.
+    /// Returns whether another open file holds the lock on the byte `lock`.
     pub fn is_locked(&self, lock: LivenessLock) -> nix::Result<bool> {
         is_locked_by_other(&self.memory_file, lock)
     }
@@ -262,7 +262,7 @@ impl SharedSegment {
     }
 
     /// Returns a pointer to the memory at `offset`. The caller may access `bytes` bytes there while the slot belongs to
-    /// it.
+    /// its side of the ring.
     #[inline]
     pub fn slot_pointer<T>(&self, offset: usize, bytes: usize) -> *mut T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + bytes <= self.mapped_bytes.get());

@@ -33,7 +33,8 @@ pub struct HandlerRequest<'a> {
 pub enum ReplyAction {
     /// Send the response to the client.
     Send,
-    /// Send no response. The worker reports such completed requests to the orchestrator in batches (LoadFeedback).
+    /// Send no response. The worker reports requests completed in this way to the orchestrator in batches
+    /// (LoadFeedback).
     Nothing,
 }
 
@@ -91,8 +92,8 @@ struct RequestServer<'w, 'r, H: ?Sized> {
     handler: &'w H,
     serve_options: ServeOptions,
     running_slice: TimeSlice,
-    /// Response buffer of each priority. One per priority suffices, because at most one request of each priority runs
-    /// at a time.
+    /// Response buffers, one for each priority. This suffices, because at most one request of each priority runs at a
+    /// time.
     response_buffers: Vec<Vec<u8>>,
     /// Number of requests of each service that were completed without a response and not reported yet.
     unreported_completions: [u32; MAX_SCHEDULED_SERVICES],
@@ -281,8 +282,8 @@ impl<'w, 'r: 'w, H: RequestHandler + ?Sized> RequestServer<'w, 'r, H> {
         }
     }
 
-    /// Returns the running handler's priority if the handler must yield. It must if its quantum is used up and a hint
-    /// or a request of higher priority waits.
+    /// Returns the running handler's priority if the handler must yield. It must yield if its quantum is used up and a
+    /// hint or a request of higher priority waits.
     #[inline]
     fn priority_to_preempt(&self) -> Option<u8> {
         let TimeSlice { priority, started_at: started } = self.running_slice;

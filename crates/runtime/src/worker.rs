@@ -14,11 +14,12 @@ use crate::message::{HintMessage, HintTrigger, WorkerMessage};
 use crate::ring::{RingConsumer, RingProducer};
 use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
 
-/// Time within which the orchestrator must accept a worker, or make room in a full ring.
+/// Maximum time that the orchestrator may take to accept a worker, or to make room in a full ring.
 pub const ORCHESTRATOR_TIMEOUT: Duration = Duration::from_secs(2);
 const ORCHESTRATOR_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Connection of this process to the orchestrator. The services that it has registered remain so until it is dropped.
+/// Connection of this process to the orchestrator. Services that the process registers stay registered until the
+/// connection is dropped.
 #[derive(Debug)]
 pub struct OrchestratorConnection {
     memory_path: PathBuf,
@@ -194,8 +195,8 @@ impl Worker<'_> {
     }
 
     /// Reports `completed_count` requests that `core` completed without a response (LoadFeedback). The orchestrator
-    /// rejects and counts feedback about requests that it has not sent there. Fails when the service or the core is out
-    /// of range.
+    /// rejects and counts feedback about requests that it has not sent to the core. Fails when the service or the core
+    /// is out of range.
     pub fn send_load_feedback(&mut self, service: u8, core: u16, completed_count: u32) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, core)?;
         self.send_message(WorkerMessage::LoadFeedback { service, core, count: completed_count })

@@ -33,7 +33,7 @@ const FLEET_ROW_KEY: &str = "fleet";
 
 pub struct EmbeddedStore {
     path: PathBuf,
-    /// The open database, or `None` after opening or writing has failed, until the next write opens the file again.
+    /// Open database. It is `None` after opening or writing has failed, until the next write opens the file again.
     database: Option<Database>,
     /// In-memory copy of the database, if the file could not be opened for writing.
     read_only_copy: Option<Database>,
@@ -60,12 +60,12 @@ impl EmbeddedStore {
         Ok(Self { path: path.to_owned(), database, read_only_copy: copy })
     }
 
-    /// Returns the records, or `None` if the file is new.
+    /// Returns the fleet's records, or `None` if the file is new.
     pub fn load_records(&self) -> Result<Option<FleetRecords>, FleetStoreError> {
         self.try_load_records().map_err(|problem| self.store_content_error(problem))
     }
 
-    /// Replaces the records in one transaction. If that fails, the file keeps the previous ones.
+    /// Replaces the fleet's records in one transaction. If it fails, the file keeps the previous records.
     pub fn save_records(&mut self, records: &FleetRecords) -> Result<(), FleetStoreError> {
         let Err(problem) = self.try_save_rows(&records.into()) else { return Ok(()) };
         // After a failed write, redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
@@ -149,7 +149,8 @@ impl EmbeddedStore {
     }
 }
 
-/// Makes the table contain exactly `rows`, by inserting and removing rows. A row with the same key never changes.
+/// Makes the table contain exactly `rows`. Only inserts and removes rows, because the content under a key never
+/// changes.
 fn sync_rows<'a, Row: Serialize + 'a>(
     transaction: &WriteTransaction,
     definition: TableDefinition<'_, u64, &'static [u8]>,

@@ -28,7 +28,7 @@ const SERVERS_PART_PREFIX: &str = "servers/";
 const DOCUMENT_PART_PREFIX: &str = "document/";
 const DOCUMENT_GENERATION_PART: &str = "document_generation";
 
-/// Name prefix of the parts that hold audit entries, each a range of ids.
+/// Name prefix of the parts that store audit entries. Each part stores the entries of one range of ids.
 const AUDIT_PART_PREFIX: &str = "audit/";
 
 const AUDIT_ENTRIES_PER_PART: u64 = 50;
@@ -53,7 +53,7 @@ impl EtcdStore {
         Ok(Self { cluster, chunked_store })
     }
 
-    /// Returns the records, or `None` if etcd contains none.
+    /// Returns the fleet's records, or `None` if etcd contains none.
     pub fn load_records(&self) -> Result<Option<FleetRecords>, FleetStoreError> {
         let parts = self.chunked_store.parts();
         if parts.is_empty() {
@@ -66,8 +66,8 @@ impl EtcdStore {
         })
     }
 
-    /// Stores the records in one atomic step, which replaces the parts that differ. Fails if this controller no longer
-    /// leads.
+    /// Stores the records in one atomic step, which writes only the parts that changed. Fails if this controller no
+    /// longer leads.
     pub fn save_records(&mut self, records: &FleetRecords) -> Result<(), FleetStoreError> {
         let parts = encode_parts(&records.into()).map_err(|problem| FleetStoreError::Content {
             store: "etcd".to_owned(),

@@ -19,7 +19,7 @@ pub enum FleetStore {
 }
 
 impl FleetStore {
-    /// Returns the records, or `None` if the store is empty.
+    /// Returns the fleet's records, or `None` if the store is empty.
     pub fn load_records(&self) -> Result<Option<FleetRecords>, FleetStoreError> {
         match self {
             Self::Embedded(store) => store.load_records(),
@@ -27,7 +27,7 @@ impl FleetStore {
         }
     }
 
-    /// Replaces the records in one transaction. If that fails, the store keeps the previous ones.
+    /// Replaces the fleet's records in one transaction. If it fails, the store keeps the previous records.
     pub fn save_records(&mut self, records: &FleetRecords) -> Result<(), FleetStoreError> {
         match self {
             Self::Embedded(store) => store.save_records(records),
@@ -69,7 +69,8 @@ mod tests {
     use coreward_fleet::records::DrainRecord;
     use coreward_fleet::records::{FleetDocument, FleetRecords, ServerRecord, ServiceMembership, ServiceRecord};
 
-    /// Returns the record of a drained server. With `left_at_s`, the server has left its service and the document.
+    /// Returns the record of a drained server. With `left_at_s`, the server left its service and the fleet document at
+    /// that time (s since 1970).
     fn server_record(id: u64, left_at_s: Option<u64>) -> ServerRecord {
         let membership =
             left_at_s.map_or(ServiceMembership::Present, |s| ServiceMembership::LeftAt(Duration::from_secs(s)));

@@ -77,7 +77,7 @@ pub struct FleetRow {
     cookie_keys: [[u64; 2]; 2],
     current_key: u8,
     keys_generation: u64,
-    /// Time since which the current key has been used, in seconds since 1970.
+    /// Time at which the current key came into use, in seconds since 1970.
     current_key_since: u64,
     /// Whether the announced rotation is forced, or absent if no rotation is in progress.
     announced: Option<bool>,
@@ -98,7 +98,7 @@ pub struct LoadBalancerRow {
 pub struct ServiceRow {
     index: u16,
     seed: u64,
-    /// Ids of each bucket's current server and of its previous server, if any.
+    /// Ids of the current server and the previous server (if any) of each bucket.
     buckets: Vec<(u16, Option<u16>)>,
 }
 
@@ -107,11 +107,11 @@ pub struct ServerRow {
     name: String,
     address: IpAddr,
     in_file: bool,
-    /// Times at which the server left its services (s since 1970), by service name, or null for services that it is in.
+    /// Services of the server by name, with the time it left each (s since 1970), or null if it has not.
     services: BTreeMap<String, Option<u64>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     drain: Option<DrainRow>,
-    /// Names of the racks that may report for the server, or absent for those of the fleet.
+    /// Names of the racks that may report for the server. If they are absent, the fleet's racks may do so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     racks: Option<BTreeSet<String>>,
     /// VLAN of the frames to the server, or absent if they are untagged.

@@ -32,10 +32,10 @@ use crate::tls::ReloadableCredentials;
 use crate::verify::ClientCertificatePolicy;
 use crate::verify::{ClientCertificateVerifier, RevocationList};
 
-/// Interval of the checks whether the certificates of open connections are still valid.
+/// Interval at which the certificates of open connections are checked for validity.
 const CERTIFICATE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const ACCEPT_QUEUE_LENGTH: usize = 64;
-/// Pause after the listening socket fails to accept, for example because too many files are open.
+/// Pause after the listening socket has failed to accept a connection, for example because too many files are open.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(10);
 
 /// Limits that an acceptor enforces on handshakes and connections.
@@ -133,7 +133,8 @@ impl ConnectionAcceptor {
         Arc::new(Self { tls_settings: None, limits, failure_counters, connections: Mutex::default() })
     }
 
-    /// Creates an acceptor that requires a valid certificate with one of these roles. ALPN offers `protocols`.
+    /// Creates an acceptor that requires a valid certificate with one of these roles. Its TLS handshake offers
+    /// `protocols` by ALPN.
     pub fn with_tls(
         tls: Arc<ReloadableCredentials>,
         accepted_roles: &[FleetRole],
@@ -352,7 +353,8 @@ impl ConnectionAcceptor {
 }
 
 impl TlsSettings {
-    /// Returns a verifier for a new check of the open connections if an authority was removed since the last call.
+    /// Returns a verifier if an authority was removed since the last call. The open connections must then be checked
+    /// again.
     fn verifier_if_authority_removed(&self) -> Option<ClientCertificateVerifier> {
         let credentials = self.tls.credentials();
         let mut checked_credentials = self.last_checked_credentials.lock();

@@ -27,7 +27,7 @@ use crate::certificate::{Certificate, unix_now};
 use crate::disk::{self, write_public_file, write_secret};
 use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
-/// Tolerated difference between two machines' clocks. A certificate is valid from this long before it was issued.
+/// Tolerated difference between two machines' clocks. The validity of a certificate begins this long before its issue.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
 /// One day, the unit in which operators give the validity of certificates.
 pub const DAY: Duration = Duration::from_secs(86_400);
@@ -40,9 +40,9 @@ pub struct CertificateAuthority {
 /// Period in which a certificate is valid, as times since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CertificateValidity {
-    /// Begin of the validity.
+    /// Time from which the certificate is valid.
     pub not_before: Duration,
-    /// End of the validity.
+    /// Time at which the certificate expires.
     pub not_after: Duration,
 }
 
@@ -72,7 +72,7 @@ pub enum RolloverStep {
 }
 
 impl CertificateAuthority {
-    /// Creates a fleet's authority in a directory that does not have one.
+    /// Creates a fleet's certificate authority in a directory that does not contain one.
     pub fn init(directory: &Path, fleet: &IdentityName, validity_duration: Duration) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let authority = Self { directory: directory.to_owned() };
@@ -187,7 +187,7 @@ impl CertificateAuthority {
         Ok(IssuedCertificate { certificate_pem: certificate.pem(), key_pem: key_pair.serialize_pem() })
     }
 
-    /// Executes one step of the replacement of the authority. Fails if another step is due.
+    /// Executes one step of the authority's replacement. Fails if another step must come next.
     pub fn perform_rollover_step(&self, step: RolloverStep, validity_duration: Duration) -> anyhow::Result<()> {
         let authority_file_exists = |file: &str| self.file_path(file).exists();
         match step {
@@ -225,7 +225,7 @@ impl CertificateAuthority {
         }
     }
 
-    /// Replaces the signing authority by the next one. Continues an earlier attempt that was interrupted.
+    /// Makes the next authority the signing one. Continues an earlier attempt that was interrupted.
     fn switch_to_next_authority(&self) -> anyhow::Result<()> {
         let next_key = self.read_key("next.key")?;
         if !self.is_certificate_of_key(&next_key, "authority.crt")? {

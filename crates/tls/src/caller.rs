@@ -32,8 +32,8 @@ impl ConnectionCaller {
         request.extensions().get::<Self>().cloned().ok_or_else(|| Status::internal("a request from nowhere"))
     }
 
-    /// Checks that the peer has one of these roles, and otherwise fails with PERMISSION_DENIED. Permits all without
-    /// TLS.
+    /// Checks that the peer has one of these roles, and otherwise fails with PERMISSION_DENIED. Permits all peers if
+    /// TLS is not used.
     pub fn require_role(&self, roles: &[FleetRole]) -> Result<(), Status> {
         match &self.identity {
             None if !self.is_encrypted => Ok(()),

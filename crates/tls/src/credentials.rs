@@ -40,7 +40,7 @@ fn credential_error(config_key: &'static str, path: &Path, problem: impl std::fm
     CredentialError { config_key, message: format!("{}: {problem}", path.display()) }
 }
 
-/// Certificate and key of this process, and the trusted authorities, as read from the files.
+/// Certificate and key of this process, and the trusted authorities, as read from their files.
 #[derive(Debug)]
 pub struct Credentials {
     pub identity: FleetIdentity,

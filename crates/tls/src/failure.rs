@@ -10,7 +10,8 @@ use rustls::{AlertDescription, CertificateError, Error};
 
 use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
-/// Minimum interval between two log lines with the same reason, so that many rejected connections do not fill the disk.
+/// Minimum interval between two log lines with the same reason. Without it, many rejected connections could fill the
+/// disk.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Reason why a connection was rejected.
@@ -95,8 +96,8 @@ pub enum RejectedIdentityError {
     Revoked(FleetIdentity),
 }
 
-fn describe_roles(describe_roles: &[FleetRole]) -> String {
-    describe_roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ")
+fn describe_roles(roles: &[FleetRole]) -> String {
+    roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(" or ")
 }
 
 fn describe_hosts(hosts: &[String]) -> String {

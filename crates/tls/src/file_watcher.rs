@@ -7,7 +7,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 const FILE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Files to watch, with their modification times at the last reading.
+/// Files to watch, with the modification time that each had when it was last read.
 #[derive(Debug)]
 pub struct FileWatcher {
     paths: Vec<PathBuf>,
@@ -21,13 +21,13 @@ impl FileWatcher {
         watcher
     }
 
-    /// Records the current modification times. Callers must do this before they read the files, to miss no change.
+    /// Records the current modification times. To miss no change, callers must do this before they read the files.
     pub fn record_modification_times(&self) {
         *self.lock_known_mtimes() = self.read_modification_times();
     }
 
-    /// Waits until a file has been changed, created or removed. Waits for at least one polling interval, because
-    /// related files are written one after the other.
+    /// Waits until a file is changed, created or removed. Waits for at least one polling interval, because related
+    /// files are written one after the other.
     pub async fn wait_for_change(&self) {
         loop {
             tokio::time::sleep(FILE_POLL_INTERVAL).await;

@@ -9,7 +9,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_perc
 
 /// Characters of a name that are percent-encoded in a URI: all except the unreserved characters of RFC 3986.
 const URI_ESCAPED_CHARACTERS: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
-/// Scheme of the URI in a certificate that contains the owner's identity.
+/// URI scheme of the owner's identity in a certificate.
 pub const IDENTITY_URI_SCHEME: &str = "coreward://";
 const MAX_NAME_BYTES: usize = 64;
 

@@ -219,7 +219,7 @@ async fn certificate_of_same_fleet_identifies_the_peer() {
     );
 }
 
-/// Checks that both peers report the reason of a rejection, if TLS has an alert for this reason.
+/// Checks that both peers report the reason of a rejection, if a TLS alert exists for this reason.
 #[tokio::test]
 async fn invalid_certificates_are_rejected_with_reason() {
     let fleet = TestFleet::new("prod");

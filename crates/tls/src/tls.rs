@@ -47,7 +47,8 @@ impl ReloadableCredentials {
         self.credentials().identity.clone()
     }
 
-    /// Returns the own certificate and the authorities' certificates, each with its value of the metric label.
+    /// Returns the own certificate and the authorities' certificates, each with the metric label value that identifies
+    /// it.
     pub fn labelled_certificates(&self) -> Vec<(&'static str, Certificate)> {
         let credentials = self.credentials();
         let authorities = credentials.authorities.iter().map(|authority| ("ca", authority.clone()));

@@ -136,7 +136,8 @@ impl ServerCertificateVerifier {
     }
 }
 
-/// Defines the signature checks of both verifiers. They accept only TLS 1.3 and the algorithms of the verifier.
+/// Defines the signature checks of both verifiers. They accept only TLS 1.3 and the algorithms that the verifier
+/// supports.
 macro_rules! tls13_signature_checks {
     () => {
         fn verify_tls12_signature(

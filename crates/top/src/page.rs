@@ -11,7 +11,8 @@ use ratatui::widgets::{Cell, Paragraph, Row, Table};
 use crate::model::PageModel;
 use crate::view::{ServerListView, ServerSortOrder};
 
-/// Maximum number of lines for each of the sections services, load balancers and warnings, if not all lines fit.
+/// Maximum number of lines for each of the sections services, load balancers and warnings, if the page is too small for
+/// all lines.
 const MAX_MINOR_SECTION_LINES: usize = 4;
 /// Width in columns of the part of a server's line that precedes the bars of its core loads.
 const COLUMNS_BEFORE_CORES: u16 = 64;
@@ -57,9 +58,9 @@ pub fn full_page_height(status: &Status) -> u16 {
     u16::try_from(line_count).unwrap_or(u16::MAX)
 }
 
-/// Returns the heights of the sections for services, load balancers and warnings. If everything fits, each gets the
-/// lines that it needs. Otherwise, each gets at most [`MAX_MINOR_SECTION_LINES`], and fewer on a small page. Three more
-/// lines of the page are for the header and the footer.
+/// Returns the heights of the sections for services, load balancers and warnings. If everything fits, each section gets
+/// the lines that it needs. Otherwise, each gets at most [`MAX_MINOR_SECTION_LINES`], and fewer on a small page. Three
+/// more lines of the page are for the header and the footer.
 fn section_heights(wanted_section_lines: [usize; 3], server_count: usize, area: Rect) -> [u16; 3] {
     let mut free_line_count = usize::from(area.height).saturating_sub(3);
     let needed_line_count = wanted_section_lines.iter().sum::<usize>() + server_count + 1;

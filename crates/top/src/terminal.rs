@@ -17,14 +17,14 @@ use crate::page::{draw_page, full_page_height};
 use crate::view::ServerListView;
 
 const CONTROLLER_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Pause after a slow answer, as a multiple of the time that the answer took. It limits the load of the controller,
-/// because the status of a large fleet has several MB.
+/// Pause after a slow answer, as a multiple of the time that the answer took. It limits the controller's load, because
+/// the status of a large fleet has several MB.
 const SLOW_ANSWER_PAUSE_FACTOR: u32 = 4;
 /// Width in columns of the page that is printed as text.
 const TEXT_PAGE_COLUMNS: u16 = 120;
 const MAX_TEXT_PAGE_LINES: u16 = 400;
 
-/// Shows the page until the user presses q. On request or without a terminal, only returns the page as text.
+/// Shows the page until the user presses q. With `print_once` or without a terminal, returns the page as text instead.
 pub fn run_top(client: &ControllerClient, print_once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut model = PageModel::default();
@@ -61,7 +61,8 @@ pub fn run_top(client: &ControllerClient, print_once: bool) -> anyhow::Result<Op
     outcome.map(|()| None)
 }
 
-/// Waits for a signal that ends the process. The signal is handled, because the terminal must be restored first.
+/// Waits for a signal that ends the process. The signal is handled, so that the terminal can be restored before the
+/// end.
 async fn wait_for_signal() -> std::io::Result<()> {
     let (mut terminate, mut hangup) = (signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
     tokio::select! {

@@ -25,7 +25,7 @@ pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     Ok(octets.into())
 }
 
-/// Parses an IP address that may be absent. Absent addresses are empty. Fails unless there are 0, 4 or 16 bytes.
+/// Parses an IP address that may be absent, in which case it has 0 bytes. Fails unless it has 0, 4 or 16 bytes.
 pub fn parse_optional_address(field: &str, bytes: &[u8]) -> Result<Option<IpAddr>, WireError> {
     if bytes.is_empty() { Ok(None) } else { parse_address(field, bytes).map(Some) }
 }

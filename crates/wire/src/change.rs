@@ -12,11 +12,11 @@ use crate::{UnusableService, WireError, WireErrorContext as _, v1};
 /// Difference between two successive fleet configurations in a stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetChange {
-    /// Number of the previous configuration in the stream.
+    /// Number in the stream of the configuration before the change.
     pub base_configuration_number: u64,
-    /// Number of the next configuration in the stream.
+    /// Number in the stream of the configuration after the change.
     pub next_configuration_number: u64,
-    /// Next configuration, with only the new and changed services.
+    /// Configuration after the change, with only the new and changed services.
     pub configuration: FleetConfiguration,
     /// Indexes of the removed services.
     pub removed_service_indexes: Vec<ServiceIndex>,
@@ -48,7 +48,7 @@ impl FleetChange {
         Self { base_configuration_number, next_configuration_number, configuration, removed_service_indexes }
     }
 
-    /// Returns the encoded message. It is encoded once for the streams of all load balancers.
+    /// Returns the encoded message, which is shared by the streams of all load balancers.
     pub fn encode(&self) -> Bytes {
         let configuration =
             v1::FleetConfiguration { number: self.next_configuration_number, ..(&self.configuration).into() };

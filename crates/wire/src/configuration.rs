@@ -21,7 +21,8 @@ use prost::bytes::Bytes;
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Index of a service in placement tables, from 0 to 1,023. The data plane's arrays may use other indexes for it.
+/// Index of a service in placement tables, from 0 to 1,023. The data plane's arrays may use another index for the same
+/// service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceIndex(u16);
 
@@ -29,10 +30,10 @@ impl ServiceIndex {
     /// Number of services that the data plane can hold.
     pub const COUNT: usize = coreward_intf::MAX_SERVICES as usize;
 
-    /// Lowest index.
+    /// Lowest service index, which is 0.
     pub const FIRST: Self = Self(0);
 
-    /// Returns the index `index`, or `None` if it is not below [`ServiceIndex::COUNT`].
+    /// Returns the service index `index`, or `None` if it is not below [`ServiceIndex::COUNT`].
     pub fn new(index: u32) -> Option<Self> {
         ((index as usize) < Self::COUNT).then_some(Self(index as u16))
     }
@@ -49,8 +50,8 @@ impl ServiceIndex {
     }
 }
 
-/// Configuration of load balancers, by which they recognise established connections. Tables for new connections are
-/// separate messages.
+/// Configuration of load balancers, by which they recognise established connections. Placement tables for new
+/// connections are separate messages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetConfiguration {
     /// Generation of the configuration, which grows with every change except for [`PeerLoadBalancer::is_alive`].
@@ -63,11 +64,11 @@ pub struct FleetConfiguration {
     pub load_balancers: Vec<PeerLoadBalancer>,
     /// Time between two traffic messages of a load balancer.
     pub report_interval: Duration,
-    /// Time for which a table that depends on loads stays active without a controller.
+    /// Time for which a placement table that depends on loads stays active without a controller.
     pub table_lifetime: Duration,
 }
 
-/// Load balancer, with the data that all load balancers of the fleet have about it.
+/// Load balancer, as every load balancer of the fleet knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerLoadBalancer {
     /// Name of the load balancer in its configuration file.
@@ -81,7 +82,7 @@ pub struct PeerLoadBalancer {
 }
 
 /// Time without a message after which a load balancer counts as lost. A restarted daemon returns earlier. TCP
-/// retransmits after 0.2, 0.6, 1.4 and 3.0 s, so packets should have another path before the last of these times.
+/// retransmits after 0.2, 0.6, 1.4 and 3.0 s, so packets should have another path before 3.0 s.
 pub const LOAD_BALANCER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Interval between a load balancer's state messages, which is a quarter of [`LOAD_BALANCER_TIMEOUT`].
@@ -100,13 +101,13 @@ pub struct Service {
     pub mode: ServiceSettings,
     /// Name of the service's placement policy.
     pub policy_name: String,
-    /// Telemetry about each server that the policy needs.
+    /// Level of telemetry about each server that the placement policy needs.
     pub telemetry_level: TelemetryLevel,
-    /// Key that masks the time part of the service's cookies, or `None` unless load balancers stamp the service.
+    /// Key that masks the time part of the service's cookies, or `None` if load balancers do not stamp the service.
     pub time_key: Option<CookieKey>,
     /// Health check of the servers, or `None` for no check.
     pub health_check: Option<Arc<HealthCheck>>,
-    /// Treatment of new connections when all servers are down.
+    /// Treatment of the service's new connections when all its servers are down.
     pub when_all_down: WhenAllDown,
     /// Servers of the service, with distinct ids.
     pub servers: Vec<Server>,
@@ -149,10 +150,10 @@ pub struct AgentConfiguration {
     pub fleet_rss_key: RssKey,
     /// Id of this server, which is also the seed of its indirection table.
     pub server_id: ServerId,
-    /// Previous servers of this server's buckets, to which it may forward packets of connections that it does not have.
-    /// This list may change without a new generation.
+    /// Servers to which this server's buckets belonged before. It may forward packets of connections that it does not
+    /// have to them. This list may change without a new generation.
     pub previous_servers: Vec<PreviousServer>,
-    /// Whether an operator drains the server, so that the agent counts open connections more often.
+    /// Whether an operator drains the server. If so, the agent counts open connections more often.
     pub is_draining: bool,
     /// Address of this server to which load balancers send packets, or `None` if the controller has an older version.
     pub address: Option<IpAddr>,
@@ -167,7 +168,7 @@ pub struct PreviousServer {
     pub address: IpAddr,
 }
 
-/// Service in the configuration of a server's agent.
+/// Service of a server, in the configuration of the server's agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentService {
     /// Name of the service in the fleet document.
@@ -279,7 +280,7 @@ fn parse_mode(mode: Option<&v1::ServiceSettings>) -> Result<ServiceSettings, Wir
     mode.ok_or_else(|| WireError::missing("mode"))?.try_into().with_field_prefix("mode")
 }
 
-/// Parses a service's time key. LB-side stamping requires it, so that all load balancers stamp alike.
+/// Parses a service's time key. Stamping by load balancers requires it, so that all of them stamp alike.
 fn parse_time_key(mode: ServiceSettings, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
     match (mode.timestamps == TimestampOrigin::LoadBalancer, key) {
         (true, None) => Err(WireError::missing("time_key")),
@@ -314,8 +315,8 @@ fn parse_when_all_down(name: &str) -> Result<WhenAllDown, WireError> {
     parse_name("when_all_down", name, WhenAllDown::ALL, WhenAllDown::name)
 }
 
-/// Parses the lifetime of placement tables. It is 0 if the controller does not have this field yet, which means the
-/// default.
+/// Parses the lifetime of placement tables. A value of 0 selects the default, because older controllers do not send
+/// this field.
 fn parse_table_lifetime(milliseconds: u32) -> Duration {
     if milliseconds == 0 { DEFAULT_TABLE_LIFETIME } else { Duration::from_millis(milliseconds.into()) }
 }
@@ -329,7 +330,7 @@ fn parse_capacity(capacity: f64) -> Result<Option<ServerCapacity>, WireError> {
     parsed_capacity.map_err(|error| WireError::new("capacity", error))
 }
 
-/// Parses every element of a list. An error has the position of the invalid element.
+/// Parses every element of a list. An error includes the position of the invalid element.
 pub(crate) fn parse_list<'a, T, U: TryFrom<&'a T, Error = WireError>>(
     field: &str,
     list: &'a [T],
@@ -355,7 +356,7 @@ fn check_values_are_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
 }
 
 impl FleetConfiguration {
-    /// Returns the encoded message. It is encoded once for the streams of all load balancers. The next change refers to
+    /// Returns the encoded message, which is shared by the streams of all load balancers. The next change refers to
     /// `number` as its [`crate::FleetChange::base_configuration_number`].
     pub fn encode(&self, number: u64) -> Bytes {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
@@ -522,12 +523,12 @@ pub struct UnusableService {
     pub index: u32,
     /// Reason for which the service is unusable.
     pub reason: WireError,
-    /// Servers of the service, or `None` if they are unusable, too.
+    /// Servers of the service, or `None` if they are also unusable.
     pub servers: Option<Vec<Server>>,
 }
 
 impl UnusableService {
-    /// Returns `previous_service` with the servers of this unusable service, so that drains take effect.
+    /// Returns `previous_service` with the servers of this unusable service, so that drains of servers take effect.
     pub fn with_servers_applied_to(&self, previous_service: &Service) -> Service {
         Service {
             servers: self.servers.clone().unwrap_or_else(|| previous_service.servers.clone()),

@@ -51,14 +51,15 @@ pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficCountsMessage};
 
-/// Metadata key of a status UNAVAILABLE. Its value is the leading controller's address and port, as in daemons' files.
+/// Metadata key of a gRPC status UNAVAILABLE. Its value is the leading controller's address and port, as in daemons'
+/// files.
 pub const LEADER_HEADER: &str = "coreward-leader";
 
-/// Metadata key at the beginning of a stream. Its value is the answering controller's term in decimal, which grows with
-/// every leader. The key is absent if the controller has a store of its own.
+/// Metadata key at the beginning of a gRPC stream. Its value is the answering controller's term in decimal, which grows
+/// with every new leader. The key is absent if the controller has a store of its own.
 pub const TERM_HEADER: &str = "coreward-term";
 
-/// Types generated from `proto/*.proto`. The comments there are the documentation.
+/// Types generated from `proto/*.proto`. The comments in those files are their documentation.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/coreward.v1.rs"));

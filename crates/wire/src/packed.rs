@@ -18,13 +18,13 @@ pub fn encode_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
     numbers.flat_map(f64::to_le_bytes).collect::<Vec<u8>>().into()
 }
 
-/// Returns the number of integers in an encoded list. Each integer has one byte without the continuation bit.
+/// Returns the number of integers in an encoded list. In each integer, exactly one byte lacks the continuation bit.
 pub fn count_integers(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte < 0x80).count()
 }
 
-/// Decodes the integers of an encoded list. An incomplete or too large integer gives `None`, after which the iterator
-/// ends.
+/// Decodes the integers of an encoded list. The iterator returns `None` for an incomplete or too large integer, and
+/// then ends.
 pub fn decode_integers(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     let mut remaining_bytes = bytes;
     std::iter::from_fn(move || match remaining_bytes.split_first()? {
@@ -68,7 +68,7 @@ mod tests {
 
     use super::*;
 
-    /// Message as in a version whose generated code has `repeated` fields.
+    /// Message with ordinary `repeated` fields in the generated code, as in other versions.
     #[derive(Clone, PartialEq, prost::Message)]
     struct RepeatedNumbers {
         #[prost(uint64, repeated, tag = "3")]

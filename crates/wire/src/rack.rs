@@ -18,13 +18,13 @@ use crate::rss::parse_key;
 use crate::{ServiceIndex, WireError, WireErrorContext as _, packed, v1};
 
 /// Maximum number of cores in a histogram bin, which is more than any rack has. No load is above 16 (the model's
-/// `MAX_ACCEPTED_LOAD`). So sums over a thousand racks stay below 2^64 and can be subtracted.
+/// `MAX_ACCEPTED_LOAD`). Load sums over a thousand racks therefore stay below 2^64 and can be subtracted.
 const MAX_CORES_PER_BIN: u64 = 1 << 18;
-/// Maximum load of a core in units of 2^-32 cores, as in load sums.
+/// Maximum load of a core in units of 2^-32 cores, in which load sums are counted.
 const MAX_CORE_LOAD_FIXED_POINT: u64 = (MAX_ACCEPTED_LOAD as u64) << 32;
 
-/// Maximum size in bytes of a rack message, which is half of a controller's limit. A single summary is smaller, with
-/// 200 kB for 2,048 buckets with 8 candidates each and one RSS key.
+/// Maximum size in bytes of a rack message, which is half of a controller's limit. A single summary has about 200 kB
+/// for 2,048 buckets with 8 candidates each and one RSS key.
 const MAX_MESSAGE_BYTES: usize = 2 << 20;
 
 /// Configuration of a rack controller, with the rack's servers and their services.
@@ -32,20 +32,21 @@ const MAX_MESSAGE_BYTES: usize = 2 << 20;
 pub struct RackConfiguration {
     /// Time between two summaries of the rack.
     pub report_interval: Duration,
-    /// Minimum interval between an agent's full reports, unless its server drains or a detail has changed.
+    /// Minimum interval between an agent's full reports. A draining server and a changed detail cause earlier full
+    /// reports.
     pub detail_interval: Duration,
     /// Weight of the newest report in a core's smoothed load.
     pub load_ewma_alpha: SmoothingWeight,
     /// Servers whose agents are connected through the rack controller.
     pub servers: Vec<RackServer>,
-    /// Services to which at least one of these servers belongs.
+    /// Services to which at least one of the rack's servers belongs.
     pub services: Vec<RackService>,
 }
 
 /// Server whose agent is connected through a rack controller.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackServer {
-    /// Number of the agent's stream, by which rack messages identify the agent.
+    /// Number of the agent's stream, which identifies the agent in rack messages.
     pub stream_number: u64,
     /// Id of the server.
     pub id: ServerId,
@@ -130,8 +131,8 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
     }
 }
 
-/// Packs agents' messages and summaries into rack messages of limited size. Returns at least one message, as a sign of
-/// life.
+/// Packs agents' messages and summaries into rack messages of limited size. Returns at least one message, because an
+/// empty message shows that the rack controller is alive.
 pub fn pack_into_rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
     let mut packed_messages = PackedRackMessages { last_message_bytes: 0, messages: vec![v1::RackMessage::default()] };
     for agent in agents {
@@ -194,7 +195,7 @@ fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
     })
 }
 
-/// Returns the message for the rack summary of a service.
+/// Returns the protocol message with the rack's summary for a service.
 pub fn encode_summary(service: ServiceIndex, summary: &RackSummary) -> v1::RackSummary {
     let mut message = v1::RackSummary { service_index: service.get().into(), ..Default::default() };
     let position_of_server =

@@ -5,15 +5,16 @@ use std::collections::BTreeSet;
 use crate::v1;
 
 impl v1::RejectedUpdate {
-    /// Returns the first line of the reason, because the kernel's log about a rejected BPF program may be long.
+    /// Returns the first line of the reason for the rejection. Later lines may be a long log of the kernel about a BPF
+    /// program.
     pub fn first_line_of_reason(&self) -> &str {
         self.reason.lines().next().unwrap_or_default()
     }
 }
 
 impl v1::LoadBalancerState {
-    /// Returns the number of warnings that `coreward status` shows about faults of the machine and rejected updates.
-    /// Rejections with equal reasons count once.
+    /// Returns the number of warnings in `coreward status` about faults of the load balancer's machine and rejected
+    /// updates. Equal rejections count once.
     pub fn warning_count(&self) -> usize {
         let distinct_rejections: BTreeSet<_> = self
             .rejected

@@ -14,7 +14,7 @@ use crate::{ReportedRss, WireError, WireErrorContext as _, v1};
 /// Report of an agent about its server. Its counters are totals, not differences between reports.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AgentReport {
-    /// Time at which the report was sent, by the server's wall clock (time since 1970).
+    /// Time at which the report was sent, as time since 1970 by the server's wall clock.
     pub sent_at: Duration,
     /// Time after which the report expires. The server then counts with the mean load until the next report.
     pub time_to_live: Duration,
@@ -22,7 +22,7 @@ pub struct AgentReport {
     pub readings: CoreReadings,
     /// Number of the server's open TCP connections.
     pub open_connection_count: u32,
-    /// Generation of the RSS configuration, which grows when the RSS configuration changes.
+    /// Generation of the RSS configuration, which grows with every change of it.
     pub rss_generation: u64,
     /// RSS configuration of the NIC, or `None` if it has not changed since an earlier report.
     pub rss: Option<ReportedRss>,
@@ -39,13 +39,13 @@ pub struct AgentReport {
 const AGENT_COUNTER_NAMES: [&[&str]; 3] =
     [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES];
 
-/// Returns whether the service's field `listen` is an address. Other text must not become a label of metrics.
+/// Returns whether the field `listen` of the service is an address. Other text must not become a label of metrics.
 fn has_listen_address(service: &v1::DispatchedService) -> bool {
     service.listen.parse::<SocketAddr>().is_ok()
 }
 
-/// Parts of a report that placement tables do not need. Agents send them less often, because they cause most of a
-/// report's cost.
+/// Parts of an agent's report that placement tables do not need. Agents send them less often, because they cause most
+/// of a report's cost.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct AgentReportDetails {
     /// Counters of the server's BPF programs by name.
@@ -67,7 +67,7 @@ pub struct CountedConnections {
     pub count_age: Duration,
     /// Generation of the agent's configuration that was active when the count began.
     pub configuration_generation: u64,
-    /// Number of connections by service name. All TCP services of that configuration are included, even without
+    /// Number of connections by service name. All TCP services of that configuration are included, even those without
     /// connections.
     pub connection_count_by_service: BTreeMap<String, u32>,
 }
@@ -96,7 +96,7 @@ impl From<CountedConnections> for v1::CountedConnections {
     }
 }
 
-/// Reason for which a report is unusable.
+/// Reason why an agent's report is unusable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AgentReportError {
     /// The RSS configuration is invalid. Other parts may be valid, but the announced RSS generation is unusable.
@@ -111,9 +111,9 @@ pub enum AgentReportError {
     TooLarge {
         /// Name of the list's field.
         field: &'static str,
-        /// Number of elements in the report.
+        /// Number of elements of the list in the report.
         count: usize,
-        /// Maximum number of elements.
+        /// Maximum number of elements of the list.
         limit: usize,
     },
 }
@@ -128,12 +128,12 @@ pub(crate) const MAX_REPORTED_CORES: usize = 4096;
 const MAX_REPORTED_COUNTERS: usize = 256;
 const MAX_REPORTED_WARNINGS: usize = 64;
 const MAX_DISPATCHED_SERVICES: usize = 1024;
-/// Maximum number of services in a report's count of connections. It is one per service index.
+/// Maximum number of services in a report's connection counts, which is the number of service indexes.
 const MAX_COUNTED_SERVICES: usize = 1024;
-/// Maximum number of workers of all UDP services in a report. It allows one worker per core.
+/// Maximum number of workers in a report, as the sum over all UDP services. It permits one worker per core.
 const MAX_REPORTED_WORKERS: usize = 4096;
 
-/// Checks that no list in the report is longer than a server may report.
+/// Checks that each list in the report is within its maximum length.
 fn check_list_lengths(message: &v1::Report) -> Result<(), AgentReportError> {
     for (field_name, count, max_count) in [
         ("core_busy_ns", message.core_busy_ns.len(), MAX_REPORTED_CORES),
@@ -200,8 +200,8 @@ impl TryFrom<v1::Report> for AgentReport {
     }
 }
 
-/// Removes lists that are only displayed, such as tables of 4,096 workers, from a report that is too large for one
-/// message.
+/// Removes lists that are only displayed, such as tables of 4,096 workers, from a report that exceeds the maximum
+/// message size.
 pub fn remove_displayed_lists_if_oversized(mut report: v1::Report) -> v1::Report {
     // Room for the other parts of the message, and for the warning.
     const ENVELOPE_BYTES: usize = 256;

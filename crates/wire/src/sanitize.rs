@@ -8,9 +8,10 @@ use coreward_intf as intf;
 use crate::v1;
 
 const MAX_TEXT_CHARS: usize = 512;
-/// Maximum number of services, which is one per service index. The same limit applies to each kind of counter.
+/// Maximum number of services in a message, which is the number of service indexes. It also limits each kind of
+/// counter.
 const MAX_COUNTERS: usize = 1024;
-/// Maximum number of servers, which is the number of server ids.
+/// Maximum number of servers in a message, which is the number of server ids.
 const MAX_SERVERS: usize = 16_384;
 
 /// Returns the text with control characters replaced and its length limited to 512 characters.
@@ -28,13 +29,13 @@ fn sanitize_texts(texts: Vec<String>) -> Vec<String> {
     texts.into_iter().take(MAX_SERVERS).map(sanitize_string).collect()
 }
 
-/// Returns the counts, with sanitized names.
+/// Returns the counts by name, with sanitized names.
 pub fn sanitize_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
     counts.into_iter().take(MAX_COUNTERS).map(|(name, count)| (sanitize_string(name), count)).collect()
 }
 
 /// Returns the counters that have known names. Unknown names could create endless metrics series, because names become
-/// labels.
+/// labels of metrics.
 pub fn retain_known_counters(counts: HashMap<String, u64>, known_names: &[&[&str]]) -> HashMap<String, u64> {
     let is_known_counter = |name: &String| known_names.iter().any(|names| names.contains(&name.as_str()));
     counts.into_iter().filter(|(name, _)| is_known_counter(name)).collect()

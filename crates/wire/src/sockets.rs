@@ -7,10 +7,10 @@ use coreward_model::{ServerId, ServiceAddress};
 use crate::address::{address_bytes, parse_address, parse_port, parse_server_id};
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Maximum number of connections in a query.
+/// Maximum number of clients in a socket query.
 pub const MAX_CLIENTS_PER_QUERY: usize = 256;
 
-/// Query of a load balancer, which asks for which clients of a service the server still has a socket.
+/// Query by which a load balancer finds out for which clients of a service a server still has a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketQuery {
     /// Number that the load balancer assigned to the query.
@@ -21,7 +21,7 @@ pub struct SocketQuery {
     pub server: ServerId,
     /// VIP, port and protocol of the connections' service.
     pub service: ServiceAddress,
-    /// Addresses and ports of the clients, at most [`MAX_CLIENTS_PER_QUERY`].
+    /// Addresses and ports of the clients, at most [`MAX_CLIENTS_PER_QUERY`] of them.
     pub clients: Vec<SocketAddr>,
 }
 
@@ -43,7 +43,8 @@ impl SocketQuery {
         self.to_answer(Vec::new())
     }
 
-    /// Returns the answer to this query with the result `socket_exists` of each client.
+    /// Returns the answer to this query. `socket_exists` has the result for each client of the query, in the same
+    /// order.
     pub fn to_answer(&self, socket_exists: Vec<bool>) -> SocketAnswer {
         SocketAnswer {
             query_number: self.query_number,

@@ -14,7 +14,7 @@ use crate::configuration::ServiceIndex;
 use crate::rss::parse_key;
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Returns the encoded message of a placement table, which the streams of all load balancers share.
+/// Returns the encoded message with a placement table, which the streams of all load balancers share.
 pub fn encode_table(service: ServiceIndex, table: &PlacementTable) -> Bytes {
     placement_table_to_message(service, table).encode_to_vec().into()
 }
@@ -177,8 +177,8 @@ fn parse_members(message: &v1::PlacementTable) -> Result<Vec<PlacementTableMembe
         .collect()
 }
 
-/// Checks that the lists of the table have consistent lengths, so that every position that the data plane computes
-/// exists.
+/// Checks that the lists of the table have consistent lengths. Every list position that the data plane computes must
+/// exist.
 fn check_list_lengths(table: &PlacementTable) -> Result<(), WireError> {
     let bucket_count = table.bucket_count.get() as usize;
     let candidates_per_bucket = table.candidates_per_bucket as usize;

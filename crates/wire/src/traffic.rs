@@ -9,7 +9,7 @@ use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Traffic counts that one message of a load balancer has.
+/// Traffic counts in one message of a load balancer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TrafficCountsMessage {
     /// Number of opened connections by service. A connection counts at its first packet.

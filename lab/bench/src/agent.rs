@@ -100,7 +100,7 @@ fn agent_config(
     })
 }
 
-/// Directory for BPF pins on bpffs, which is removed when this value is dropped.
+/// Directory for pinned BPF objects on bpffs, which is removed when this value is dropped.
 pub(crate) struct BpfPinDirectory(pub(crate) PathBuf);
 
 impl BpfPinDirectory {
@@ -117,7 +117,7 @@ impl Drop for BpfPinDirectory {
     }
 }
 
-/// The agent's CPU use and its rate of reports in one measured window.
+/// CPU use of the agent and its rate of reports in one measured window.
 struct AgentWindow {
     cpu_pct: f64,
     cpu_per_report_us: f64,

@@ -130,8 +130,8 @@ impl BenchArgs {
         Ok(())
     }
 
-    /// Runs all benches of docs/cost.md. Writes the page only at the end, so that it never mixes two runs. If a bench
-    /// fails, the page shows its error.
+    /// Runs all benches of docs/cost.md. Writes the page only at the end, so that it never contains results of two
+    /// runs. If a bench fails, the page shows its error.
     fn run_cost_page_benches(&self, page: Option<&Path>) -> anyhow::Result<()> {
         let (environment, background_load) = (environment::describe_measurement(), BackgroundLoadMeter::start()?);
         let (mut page_parts, mut failed_benches) = (Vec::new(), Vec::new());

@@ -30,11 +30,12 @@ impl Default for CountingBenchArgs {
     }
 }
 
-/// Number of connections from each client address. The number of ports limits it.
+/// Number of connections from each client address, which is limited by the number of ports.
 const CONNECTIONS_PER_CLIENT: u32 = 20_000;
 const FIRST_CLIENT_PORT: u16 = 10_000;
 
-/// Length of the accept queue. Connections stay in it, because a process has too few descriptors to accept them.
+/// Length of the accept queue. All connections stay in it, because a process has too few file descriptors to accept
+/// them.
 const ACCEPT_BACKLOG: i32 = 1 << 20;
 
 /// Measures the connection count in a new thread, which enters its own network namespace. Fails without root, or when
@@ -78,7 +79,7 @@ fn measure_connection_counting(args: &CountingBenchArgs) -> anyhow::Result<Bench
     })
 }
 
-/// Listening server, with the connections that clients have opened to it.
+/// Listening server, with the number of connections that clients have opened to it.
 struct ConnectionSink {
     /// Listening socket, which stays open as long as the server exists.
     _listener: socket2::Socket,
@@ -95,7 +96,7 @@ impl ConnectionSink {
         Ok(Self { _listener: listener, address, open_connection_count: 0 })
     }
 
-    /// Opens connections until the server has `target_count` of them. The clients close their ends at once.
+    /// Opens connections until the server has `target_count` of them. The clients close their sockets at once.
     fn open_connections_up_to(&mut self, target_count: u32) -> anyhow::Result<()> {
         for connection_index in self.open_connection_count..target_count {
             let client = new_tcp_socket()?;

@@ -87,7 +87,7 @@ pub(crate) fn service_vip(service: u32) -> std::net::SocketAddrV4 {
     std::net::SocketAddrV4::new([10, 200, address_octets[2], address_octets[3]].into(), 80)
 }
 
-/// The controller's CPU use and its rate of accepted reports in one measured window.
+/// CPU use of the controller and its rate of accepted reports in one measured window.
 pub(crate) struct ControllerWindow {
     pub(crate) user_pct: f64,
     pub(crate) system_pct: f64,
@@ -98,7 +98,7 @@ pub(crate) struct ControllerWindow {
 struct ControllerBenchResults {
     windows: Vec<ControllerWindow>,
     resident_mib: u64,
-    /// Absolute differences between the report interval and the times from one table to the next, at all load
+    /// Absolute differences between the report interval and the times from one placement table to the next, at all load
     /// balancers.
     table_jitter_ms: Vec<f64>,
     table_bytes: usize,

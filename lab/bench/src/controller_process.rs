@@ -23,14 +23,14 @@ use tonic::transport::{Channel, Endpoint};
 
 use crate::certificates::TestCertificateAuthority;
 
-/// Options of the process of the measured controller.
+/// Options of the process that runs the measured controller.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ControllerProcessArgs {
     #[arg(long)]
     config: std::path::PathBuf,
 }
 
-/// Runs the controller in this process, as `coreward controller` does. Fails in the same cases.
+/// Runs the controller in this process, as `coreward controller` does. Fails in the same cases as that command.
 pub fn run_controller_process(args: &ControllerProcessArgs) -> anyhow::Result<()> {
     coreward_control_server::server::run_controller(&args.config)
 }
@@ -134,7 +134,8 @@ impl ControllerProcess {
         anyhow::bail!("no connection to the controller at {}", self.grpc_address)
     }
 
-    /// Returns the `[tls]` table for another daemon's configuration file, which is empty without TLS.
+    /// Returns the `[tls]` table for another daemon's configuration file. The text is empty if the controller runs
+    /// without TLS.
     pub(crate) fn tls_config_toml(&self, role: FleetRole, name: &str) -> anyhow::Result<String> {
         Ok(self
             .certificate_authority
@@ -181,7 +182,7 @@ impl ControllerProcess {
         self.memory_mib_from_status("VmRSS:")
     }
 
-    /// Returns the value (MiB) in the line with this prefix of the controller's /proc/PID/status (proc(5)).
+    /// Returns the value (MiB) of the line that starts with `prefix` in the controller's /proc/PID/status (proc(5)).
     pub(crate) fn memory_mib_from_status(&self, prefix: &str) -> anyhow::Result<u64> {
         let proc_status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
         let status_line =
@@ -216,7 +217,7 @@ pub(crate) async fn subscribe_to_tables(
     Ok(updates)
 }
 
-/// Receives tables until the controller ends. Returns all arrival times, and the last table's size in bytes.
+/// Receives placement tables until the controller ends. Returns all arrival times, and the last table's size in bytes.
 pub(crate) async fn receive_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
     let (mut arrival_times, mut table_bytes) = (Vec::new(), 0);
     while let Ok(Some(update)) = updates.message().await {

@@ -45,7 +45,7 @@ const SENDER_CPU: usize = 0;
 const RECEIVER_CPU: usize = 1;
 const UNREAD_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
-/// Way in which packets reach the receiving CPU, with the rate of the packets.
+/// Way in which packets are sent to the receiving CPU and processed there.
 struct ReceiveCase {
     name: &'static str,
     uses_threaded_napi: bool,
@@ -123,7 +123,7 @@ fn measure_cpu_load(args: &CpuLoadBenchArgs) -> anyhow::Result<BenchReport> {
     })
 }
 
-/// Measured load of the receiving CPU and cost of this measurement, in one window. Loads are in % of one CPU.
+/// Measured load of the receiving CPU (% of one CPU) in one window, with the cost of the measurement.
 struct LoadWindow {
     measured_load_pct: f64,
     kernel_load: KernelCpuLoad,
@@ -133,7 +133,7 @@ struct LoadWindow {
 }
 
 impl LoadWindow {
-    /// Returns by how many percentage points the measured load is outside the range of the kernel's accounting.
+    /// Returns the distance of the measured load from the range of the kernel's accounting, in percentage points.
     fn distance_from_kernel_load_pct(&self) -> f64 {
         let KernelCpuLoad { not_idle_pct, stolen_pct, .. } = self.kernel_load;
         self.measured_load_pct - self.measured_load_pct.clamp(not_idle_pct - stolen_pct, not_idle_pct)
@@ -237,8 +237,8 @@ struct ProgramRunTime {
     total_run_ns: u64,
 }
 
-/// Returns the run times of the measured BPF programs by program ID. If an agent runs on this machine, its programs are
-/// included, because they have the same names.
+/// Returns the run times of all BPF programs that have the measured programs' names, by program ID. They include the
+/// programs of an agent that runs on this machine.
 fn run_times_by_program_id() -> HashMap<u32, ProgramRunTime> {
     const MEASURED_PROGRAM_NAMES: [&str; 6] =
         ["task_switch", "interrupt_begin", "interrupt_ends", "softirq_begins", "softirq_ends", "empty_softirq"];

@@ -49,7 +49,8 @@ const WORKER_COUNTS: [usize; 2] = [16, 64];
 const CLIENT_COUNT: usize = 61;
 const MAX_OUTSTANDING_REQUESTS: u32 = 48;
 
-/// Returns the goal (ns) for this policy's fastest rounds with this number of workers, or `None` if it has no goal.
+/// Returns the goal (ns per request) for a policy's fastest rounds with `worker_count` workers, or `None` if it has no
+/// goal.
 fn goal_for_policy(policy: &str, worker_count: usize) -> Option<MeasurementGoal> {
     (policy == DispatchPolicy::ShortestQueue.name() && worker_count == WORKER_COUNTS[0])
         .then_some(MeasurementGoal::AtMost(90.0))
@@ -90,7 +91,7 @@ fn measure_dispatch_programs(args: &DispatchBenchArgs) -> anyhow::Result<BenchRe
     })
 }
 
-/// Starts the services with a baseline program, and then one service per policy.
+/// Starts one service per baseline program, and then one service per policy.
 fn start_services(worker_count: usize) -> anyhow::Result<Vec<MeasuredDispatchService>> {
     let mut services = vec![
         MeasuredDispatchService::start_with_baseline(worker_count, BaselineSelectionProgram::LeaveToKernel)?,
@@ -102,8 +103,8 @@ fn start_services(worker_count: usize) -> anyhow::Result<Vec<MeasuredDispatchSer
     Ok(services)
 }
 
-/// Measures all services one after the other in each round. Returns the selecting program's run times per request (ns),
-/// sorted by service, then by round.
+/// Measures all services one after the other in each round. Returns the run times per request (ns) of the programs that
+/// select sockets, by service, then by round.
 fn measure_selection_run_times(
     services: &[MeasuredDispatchService],
     args: &DispatchBenchArgs,
@@ -117,7 +118,8 @@ fn measure_selection_run_times(
     Ok(run_ns_by_service_and_round)
 }
 
-/// Adds a row for each service of [`start_services`] except the first one, whose times are subtracted from the others.
+/// Adds a row for each service of [`start_services`] except the first one, whose times are subtracted from the other
+/// times.
 fn add_policy_rows(worker_count: usize, run_ns_by_service_and_round: &[Vec<f64>], table: &mut ReportTable) {
     let empty_program_ns = &run_ns_by_service_and_round[0];
     let policy_names = std::iter::once("(always the same)").chain(DispatchPolicy::all().map(|policy| policy.name()));
@@ -136,7 +138,8 @@ fn add_policy_rows(worker_count: usize, run_ns_by_service_and_round: &[Vec<f64>]
     }
 }
 
-/// Adds a row with the egress program's cost for a response of the service, and one with its cost for another datagram.
+/// Adds a row with the egress program's cost for a response of the service, and a row with its cost for any other
+/// datagram.
 fn add_egress_rows(
     args: &DispatchBenchArgs,
     services: &[MeasuredDispatchService],
@@ -180,7 +183,7 @@ fn add_egress_rows(
     Ok(())
 }
 
-/// Returns for each program its total run time (ns) and its number of runs while `work` runs.
+/// Runs `work`. Returns the run time (ns) and the number of runs of each program in this time.
 fn run_times_during(
     programs: &[&OwnedFd],
     work: impl FnOnce() -> anyhow::Result<f64>,

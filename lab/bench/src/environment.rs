@@ -25,9 +25,9 @@ pub fn describe_measurement() -> String {
     )
 }
 
-/// Meter of the load that other processes and other guests put on the machine during a run.
+/// Meter of the machine's load from other processes and other guests during a run.
 pub struct BackgroundLoadMeter {
-    /// Load average of the last minute before the run, as in /proc/loadavg.
+    /// Load average over the last minute before the run, as in /proc/loadavg.
     load_average: String,
     cpu_times_at_start: TotalCpuTicks,
 }
@@ -40,7 +40,7 @@ impl BackgroundLoadMeter {
         Ok(Self { load_average, cpu_times_at_start: TotalCpuTicks::read_proc_stat()? })
     }
 
-    /// Returns a sentence with the load before and during the run. Fails without /proc.
+    /// Returns a sentence with the background load before and during the run. Fails without /proc.
     pub fn describe_background_load(&self) -> anyhow::Result<String> {
         let stolen_pct = TotalCpuTicks::read_proc_stat()?.stolen_cpu_pct_since(&self.cpu_times_at_start);
         let load_average = &self.load_average;
@@ -51,7 +51,7 @@ impl BackgroundLoadMeter {
     }
 }
 
-/// Times of all CPUs in /proc/stat, summed up in ticks.
+/// Sums over all CPUs of the times in /proc/stat, in ticks.
 struct TotalCpuTicks {
     total_ticks: u64,
     stolen_ticks: u64,

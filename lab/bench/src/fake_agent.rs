@@ -23,8 +23,8 @@ pub(crate) fn server_name_of_agent(agent: u32) -> String {
     format!("s{agent}")
 }
 
-/// Connects `agent_count` emulated agents, whose reports are spread over the interval. Returns the counter of all sent
-/// reports. Fails when an agent cannot connect.
+/// Connects `agent_count` emulated agents, whose reports are spread over the report interval. Returns the counter of
+/// all sent reports. Fails when an agent cannot connect.
 pub(crate) async fn start_fake_agents(
     controller: &mut ControllerProcess,
     agent_count: u32,
@@ -76,10 +76,12 @@ async fn run_fake_agent(
     }
 }
 
-/// Number of reports among which one is detailed. An agent with ten reports per second thus sends one per second.
+/// Number of reports from one detailed report to the next. An agent with ten reports per second sends one detailed
+/// report per second.
 const REPORTS_PER_DETAILED_REPORT: u64 = 10;
 
-/// Emulated agent with random loads. Its cores have been up for weeks, so that their busy times need eight bytes.
+/// Emulated agent with random loads. Its cores have run for weeks, so that each busy time takes eight bytes in a
+/// report.
 pub(crate) struct FakeAgent {
     last_sequence_number: u64,
     random_generator: Xoshiro256PlusPlus,
@@ -104,7 +106,7 @@ impl FakeAgent {
         }
     }
 
-    /// Restarts the sequence numbers, so that the next report is the first one of a stream.
+    /// Restarts the sequence numbers, so that the next report is the first one of a new stream.
     pub(crate) fn restart_sequence(&mut self) {
         self.last_sequence_number = 0;
     }
@@ -138,7 +140,7 @@ impl FakeAgent {
         }
     }
 
-    /// Returns the next report with all details, whatever its sequence number.
+    /// Returns the next report with all details, even if its sequence number demands none.
     pub(crate) fn create_detailed_report(&mut self) -> v1::Report {
         let report = self.create_next_report();
         v1::Report { counters: self.report_counter_values(), without_details: false, ..report }

@@ -50,14 +50,14 @@ const IDLE_TIME: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_0
 /// Time between two requests on a connection that is not idle.
 const BUSY_REQUEST_INTERVAL: Duration = Duration::from_secs(5);
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
-/// Number of open files that are not connections, such as maps, programs and the listener.
+/// Number of open files that are not connections, such as BPF maps, programs and the listener.
 const OTHER_OPEN_FILE_COUNT: u64 = 100;
 
-/// Client's socket and server's socket of a connection.
+/// Sockets of client and server of one connection.
 struct ConnectionSockets(TcpStream, TcpStream);
 
 impl ConnectionSockets {
-    /// Sends a request of one byte, and then a response of one byte.
+    /// Sends a request of one byte, and then its response of one byte.
     fn exchange_request(&self) -> anyhow::Result<()> {
         let Self(client, server) = self;
         for (mut sender, mut receiver) in [(client, server), (server, client)] {
@@ -200,7 +200,7 @@ fn open_connections(connection_count: u32) -> anyhow::Result<Vec<ConnectionSocke
     (0..connection_count).map(open_connection).collect()
 }
 
-/// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to at least as many packets as
+/// Sends a request on each idle connection. Fails if the PAWS clamp then applied to fewer packets than there are
 /// connections.
 fn wake_idle_connections(
     programs: &AttachedServerPrograms,

@@ -12,7 +12,8 @@ pub fn enter_new_network_namespace() -> anyhow::Result<()> {
     unshare(CloneFlags::CLONE_NEWNET).context("a network namespace")
 }
 
-/// Runs `measure` in a new thread, which it may move to another namespace or bind to a CPU. Fails without root.
+/// Runs `measure` in a new thread, so that it may enter another network namespace or bind itself to a CPU. Fails
+/// without root.
 pub fn measure_in_thread<A: Clone + Send + 'static>(
     bench: &str,
     args: &A,

@@ -104,7 +104,7 @@ fn measure_operation_rates(args: &OrchestrateBenchArgs) -> anyhow::Result<Report
     Ok(table)
 }
 
-/// Function that measures this number of round trips. Returns their median and 99th percentile (ns).
+/// Function that measures the given number of round trips. Returns their median and 99th percentile (ns).
 type MeasureRoundTrips = fn(u64) -> anyhow::Result<[f64; 2]>;
 
 const ROUND_TRIP_CASES: [(&str, Option<MeasurementGoal>, MeasureRoundTrips); 4] = [
@@ -143,7 +143,7 @@ fn measure_round_trips(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTabl
     Ok(table)
 }
 
-/// Function that measures one UDP server with this number of requests. Returns the mean times of one request.
+/// Function that measures one UDP server with the given number of requests. Returns the mean times of one request.
 type MeasureUdpServer = fn(u64) -> anyhow::Result<sockets::MeanRequestTimes>;
 
 const LOOPBACK_SERVERS: [(&str, MeasureUdpServer); 3] = [
@@ -151,7 +151,7 @@ const LOOPBACK_SERVERS: [(&str, MeasureUdpServer); 3] = [
     ("loopback: echo in batches", sockets::measure_batch_echo),
     ("loopback: orchestrator", sockets::measure_loopback_orchestrator),
 ];
-/// Servers that are measured over a veth, which needs root.
+/// Names of the servers that are measured over a veth (which needs root), with their functions.
 const VETH_SERVERS: [(&str, MeasureUdpServer); 2] = [
     ("veth: orchestrator, UDP socket", sockets::measure_veth_orchestrator),
     ("veth: orchestrator, AF_XDP in copy mode", sockets::measure_af_xdp_orchestrator),
@@ -182,8 +182,8 @@ fn measure_udp_servers(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTabl
     Ok(table)
 }
 
-/// Returns the median of rates, and cells with median, minimum, maximum and ns per operation. `rate_unit_ns` is the
-/// time per operation (ns) at a rate of 1.
+/// Returns the median of `rates`, and cells with their median, minimum and maximum and the median's ns per operation.
+/// `rate_unit_ns` is the time per operation (ns) at a rate of 1.
 fn rate_median_and_cells(rates: &[f64], rate_unit_ns: f64) -> (f64, [TableCell; 4]) {
     let [median_rate, min_rate, max_rate] = median_min_max(rates.iter().copied());
     (median_rate, [median_rate.into(), min_rate.into(), max_rate.into(), (rate_unit_ns / median_rate).into()])
@@ -193,8 +193,8 @@ fn compute_millions_per_second(operation_count: u64, start: Instant) -> f64 {
     operation_count as f64 / 1e6 / start.elapsed().as_secs_f64()
 }
 
-/// Simulates decisions for requests of alternating services. Once more than two requests per core are outstanding, each
-/// further decision completes the oldest one. Returns millions of decisions per second.
+/// Simulates decisions for requests of alternating services. While more than two requests per core are outstanding,
+/// each decision is followed by the completion of the oldest request. Returns millions of decisions per second.
 fn measure_decision_rate(core_count: u16, decision_count: u64) -> f64 {
     let ranked_services: Vec<_> =
         (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PAPER_VALUE }).collect();
@@ -329,7 +329,7 @@ fn complete_requests_until_stopped(
     Ok(())
 }
 
-/// Way in which the core handles low-priority requests while the round trips of other requests are measured.
+/// Way in which low-priority requests are interrupted while the round trips of other requests are measured.
 #[derive(Clone, Copy, PartialEq)]
 enum LowPriorityHandling {
     Yielding,
@@ -368,8 +368,8 @@ impl RequestHandler for EchoOrComputeHandler {
     }
 }
 
-/// Submits a low-priority request unless one is outstanding. Then polls the engine for a fraction of that request's
-/// handling time, which depends on `trip_number`.
+/// Submits a low-priority request unless one is outstanding. Then polls the engine for one to eight tenths of its
+/// handling time, depending on `trip_number`.
 fn keep_low_priority_busy(engine: &mut DispatchEngine, trip_number: u64) {
     let low_priority_counters = engine.service_counters()[1];
     if low_priority_counters.completed_requests == low_priority_counters.received_requests {

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 
 use crate::report::wrap_text;
 
-/// Name of the generated part that describes the run of the benches.
+/// Name of the page's generated part that describes the run of the benches.
 const RUN_PART_NAME: &str = "run";
 
 /// Part of the page that is generated and enclosed by markers.
@@ -30,8 +30,8 @@ pub fn replace_parts_in_file(
     std::fs::write(path, new_page).with_context(|| path.display().to_string())
 }
 
-/// Returns the page with these generated parts. Appends parts that have no markers yet, and removes parts of earlier
-/// runs.
+/// Returns the page with these generated parts. Appends parts that the page does not have yet, and removes other parts
+/// of earlier runs.
 fn replace_parts(page: &str, generated_parts: &[GeneratedPagePart]) -> anyhow::Result<String> {
     let mut text_pieces = page.split("<!-- begin ");
     let mut new_page = text_pieces.next().unwrap_or_default().to_owned();

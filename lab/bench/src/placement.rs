@@ -45,7 +45,7 @@ fn compared_workloads() -> [(&'static str, Workload); 4] {
     ]
 }
 
-/// Name of a policy's table row, and the function that creates the policy from a seed. The function returns `None` for
+/// Name of a policy in the table, and the function that creates the policy from a seed. The function returns `None` for
 /// the oracle.
 type PolicyRow = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
 
@@ -66,7 +66,7 @@ fn policy_rows() -> Vec<PolicyRow> {
     rows
 }
 
-/// Prints a table of per-core and per-server load variance (%), as medians over the seeds.
+/// Prints a table of the policies' per-core and per-server load variances (%), as medians over the seeds.
 pub fn print_variance_table(args: &PlacementBenchArgs) {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::ASCII_MARKDOWN);

@@ -25,8 +25,8 @@ use crate::report::{BenchReport, ReportTable};
 use crate::scale::{ScaleWindow, add_window_rows, measure_scale_windows};
 use crate::test_env::{self, SharedScaleArgs};
 
-/// Number of different summaries that each rack sends in turn. They are made in advance, because real racks would make
-/// them on other machines.
+/// Number of different summaries that each rack sends in turn. They are made before the measurement, because real rack
+/// controllers would make them on other machines.
 const DISTINCT_SUMMARY_COUNT: usize = 4;
 const MIN_DETAIL_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -110,13 +110,14 @@ struct EmulatedRackController {
     /// Emulated agents of the rack, with their numbers.
     agents_by_number: Vec<(u32, FakeAgent)>,
     summary_messages: Vec<v1::RackMessage>,
-    /// Interval of detailed reports (ms), which the controller increases with the number of racks.
+    /// Interval of detailed reports (ms), which the controller sets and increases with the number of racks.
     detail_interval_ms: Arc<AtomicU32>,
     cpu_us_per_interval: f64,
 }
 
 impl EmulatedRackController {
-    /// Connects the rack, registers its agents, and makes summaries as the controller's configuration demands.
+    /// Connects the rack, registers its agents, and makes the summaries for the configuration that the controller
+    /// sends.
     async fn connect(
         args: &RacksBenchArgs,
         controller: &mut ControllerProcess,
@@ -149,8 +150,8 @@ impl EmulatedRackController {
         Ok(Self { message_sender, agents_by_number, summary_messages, detail_interval_ms, cpu_us_per_interval })
     }
 
-    /// Sends one summary per interval until the controller ends. Once per detail interval, adds each agent's detailed
-    /// report.
+    /// Sends one summary per interval until the controller ends. Adds a detailed report of each agent once per detail
+    /// interval.
     async fn send_summaries(mut self, start: Instant, interval: Duration, sent_message_count: Arc<AtomicU64>) {
         let mut next_summary_time = start;
         for round in 0.. {
@@ -212,7 +213,8 @@ async fn receive_configuration(
     }
 }
 
-/// Reads the stream in a new task until it ends. Returns the interval of detailed reports (ms), which the task updates.
+/// Reads the stream of updates in a new task until it ends. Returns the interval of detailed reports (ms), which the
+/// task keeps up to date.
 fn follow_detail_interval(mut updates: Streaming<v1::RackUpdate>, first_interval_ms: u32) -> Arc<AtomicU32> {
     let detail_interval_ms = Arc::new(AtomicU32::new(first_interval_ms));
     let shared_detail_interval = detail_interval_ms.clone();
@@ -226,7 +228,8 @@ fn follow_detail_interval(mut updates: Streaming<v1::RackUpdate>, first_interval
     detail_interval_ms
 }
 
-/// Returns the rack's summaries of its agents' reports, and the CPU time for the last interval's reports (us).
+/// Returns the rack's summaries of its agents' reports, and the CPU time for summarizing the last interval's reports
+/// (us).
 fn make_summaries(
     report_reducer: &mut ReportReducer,
     agents_by_number: &mut [(u32, FakeAgent)],

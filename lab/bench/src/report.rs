@@ -113,7 +113,7 @@ impl ReportTable {
         self.rows.push(cells);
     }
 
-    /// Adds a row with the name, the median, minimum and maximum of the values, and further cells.
+    /// Adds a row with a name, the median, minimum and maximum of `values`, and further cells.
     pub fn add_summary_row(
         &mut self,
         name: &str,

@@ -48,7 +48,7 @@ async fn measure_controller_limit(
     Ok(build_scale_report(args, &windows))
 }
 
-/// Results of the controller in one measured window.
+/// Measured values of the controller in one window.
 pub struct ScaleWindow {
     controller_cpu_pct: f64,
     sent_messages_per_second: f64,
@@ -56,14 +56,14 @@ pub struct ScaleWindow {
     tables_per_second: f64,
     resident_mib: f64,
     max_resident_mib: f64,
-    /// Cumulative distribution of the time from a report's receipt to its table, as pairs of upper bound (s) and
-    /// fraction of the reports.
+    /// Cumulative distribution of the time from a report's receipt until its placement table is computed. Each
+    /// pair has an upper bound (s) and the fraction of the reports up to it.
     report_to_table_cdf: Vec<(f64, f64)>,
-    /// Cumulative distribution of the time from a report's receipt until its table is in the kernel, as pairs of upper
-    /// bound (s) and fraction.
+    /// Cumulative distribution of the time from a report's receipt until its placement table is in the kernel. Each
+    /// pair has an upper bound (s) and the fraction of the reports up to it.
     report_to_kernel_cdf: Vec<(f64, f64)>,
-    /// Cumulative distribution of the time from a report's sending until its table is in the kernel, as pairs of upper
-    /// bound (s) and fraction.
+    /// Cumulative distribution of the time from a report's sending until its placement table is in the kernel. Each
+    /// pair has an upper bound (s) and the fraction of the reports up to it.
     sent_to_kernel_cdf: Vec<(f64, f64)>,
 }
 
@@ -178,7 +178,8 @@ fn quantile_ms(cdf: &[(f64, f64)], quantile: f64) -> f64 {
     f64::NAN
 }
 
-/// Returns the percentage of values up to `limit_seconds`. The limit is rounded up to the next bucket's upper bound.
+/// Returns the percentage of the distribution's values up to `limit_seconds`. The limit is rounded up to the next
+/// bucket's upper bound.
 fn percent_within_limit(cdf: &[(f64, f64)], limit_seconds: f64) -> f64 {
     cdf.iter().find(|(upper_bound, _)| *upper_bound >= limit_seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }

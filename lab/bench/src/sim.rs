@@ -33,7 +33,7 @@ impl Default for SimBenchArgs {
     }
 }
 
-/// Configuration of a simulation whose speed is measured, with the measured rates.
+/// Simulation whose speed is measured, with the request rates of all rounds.
 struct SimulationCase {
     case_name: String,
     config: rpc::RpcSimulationConfig,
@@ -78,7 +78,7 @@ fn request_rate_cells(millions_per_second: &[f64], goal: Option<MeasurementGoal>
     [median_rate.into(), min_rate.into(), max_rate.into(), goal_cell, verdict_cell]
 }
 
-/// Number of bytes that are captured of each packet, which covers all headers up to the ports.
+/// Number of bytes in the capture of each packet, which cover all headers up to the ports.
 const CAPTURED_BYTES_PER_PACKET: usize = 96;
 
 fn measure_capture_simulation(args: &SimBenchArgs) -> anyhow::Result<ReportTable> {
@@ -113,7 +113,7 @@ fn measure_capture_simulation(args: &SimBenchArgs) -> anyhow::Result<ReportTable
     Ok(table)
 }
 
-/// Writes a capture file of campus traffic, which then remains in the page cache.
+/// Writes a capture file of campus traffic. The file then remains in the page cache, so that reading it is fast.
 fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
     let mut trace =
         format!("campus:seconds={seconds}").parse::<TraceSource>()?.open_trace(1, CaptureReadOptions::default())?;

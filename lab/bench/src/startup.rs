@@ -40,7 +40,7 @@ pub struct StartupBenchArgs {
     changes: u32,
 }
 
-/// Maximum time of each wait, which is reached only after a fault.
+/// Maximum time to wait for a forwarded packet, which is reached only after a fault.
 const FORWARDING_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Measures starts of the load balancer and changes of servers in a new thread, which enters its own network namespace.
@@ -87,7 +87,7 @@ fn measure_load_balancer_starts(args: &StartupBenchArgs) -> anyhow::Result<Bench
     Ok(build_startup_report(args, &start_times, &change_times))
 }
 
-/// Applies a fleet document, which replaces the one with this generation. Returns the new generation.
+/// Applies a fleet document in place of the document with generation `generation`. Returns the new generation.
 async fn apply_fleet_document(
     controller: &mut ControllerProcess,
     document: &str,
@@ -97,13 +97,15 @@ async fn apply_fleet_document(
     Ok(controller.operator_client().await?.apply_fleet(&new_fleet).await?.generation)
 }
 
-/// Times from a load balancer's start to its first forwarded packet, and until it has forwarded one for every service.
+/// Times from a load balancer's start until its first forwarded packet, and until it has forwarded a packet for every
+/// service.
 struct LoadBalancerStartTimes {
     time_to_first_packet: Duration,
     time_to_all_services: Duration,
 }
 
-/// Packet socket at the servers' end of the veth pair, which also sends the clients' packets.
+/// Packet socket at the servers' end of the veth pair. It receives forwarded packets, and also sends the clients'
+/// packets.
 struct ServerSidePacketSocket {
     socket: OwnedFd,
     own_mac: [u8; 6],
@@ -171,7 +173,8 @@ fn read_device_mac(device: &str) -> anyhow::Result<[u8; 6]> {
     mac_addresses.next().with_context(|| format!("{device} has no MAC address"))
 }
 
-/// Sends SYNs to each service until the load balancer has forwarded one. Returns the times since `start`.
+/// Sends SYNs to each service until the load balancer has forwarded one of them. Returns the start times, counted from
+/// `start`.
 fn measure_start_times(service_count: u32, start: Instant) -> anyhow::Result<LoadBalancerStartTimes> {
     let server_socket = ServerSidePacketSocket::open_packet_socket()?;
     let mut waiting_vips: BTreeSet<Ipv4Addr> = (0..service_count).map(|service| *service_vip(service).ip()).collect();
@@ -200,7 +203,7 @@ fn measure_start_times(service_count: u32, start: Instant) -> anyhow::Result<Loa
     })
 }
 
-/// Times from the request of a change to the API's answer, and until the kernel has the change.
+/// Times from the request for a change of the fleet until the API's answer, and until the kernel has the change.
 struct FleetChangeTimes {
     time_to_api_answer: Duration,
     time_to_kernel: Duration,

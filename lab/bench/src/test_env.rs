@@ -85,14 +85,14 @@ where
     })
 }
 
-/// Options of the measured load balancer's process.
+/// Options of the process that runs the measured load balancer.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LoadBalancerProcessArgs {
     #[arg(long)]
     config: PathBuf,
 }
 
-/// Runs the load balancer in this process, as `coreward lb` does. Fails in the same cases.
+/// Runs the load balancer in this process, as `coreward lb` does. Fails in the same cases as that command.
 pub fn run_load_balancer_process(args: &LoadBalancerProcessArgs) -> anyhow::Result<()> {
     coreward_lb::daemon::run_load_balancer(&args.config)
 }

@@ -59,9 +59,9 @@ impl XdpBenchArgs {
     }
 }
 
-/// Cost of packets on open connections, for one program and number of connections.
+/// Cost of packets on open connections, for one program and one number of connections.
 pub struct PacketCostByConnections {
-    /// Mode or baseline program, named by its label in cheetah-5-live.toml.
+    /// Label of the mode or baseline program in cheetah-5-live.toml.
     pub series_label: String,
     pub connection_count: usize,
     /// Cost per packet minus that of the empty program (ns), in the order of the rounds.
@@ -93,14 +93,15 @@ pub fn measure_connection_costs(
 
 struct CaseMeasurement {
     case: PacketCase,
-    /// Median time of the empty program per packet (ns).
+    /// Median time per packet of the empty program (ns).
     empty_program_ns: f64,
     /// Cost of the load balancer per packet minus that of the empty program (ns), in the order of the rounds.
     ns_above_empty_program: NsByRound,
-    /// Time per packet in the load balancer's fastest round minus that in the empty program's fastest round (ns).
+    /// Time per packet in the load balancer's fastest round minus the time per packet in the empty program's fastest
+    /// round (ns).
     fastest_ns_above_empty_program: f64,
-    /// Time per packet in the fastest round of the program that parses and swaps MACs, minus that in the empty
-    /// program's fastest round (ns).
+    /// Cost per packet (ns) of the program that parses and swaps MACs, as its fastest round minus the empty program's
+    /// fastest round.
     parse_and_swap_ns: f64,
 }
 

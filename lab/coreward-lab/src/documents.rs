@@ -9,10 +9,10 @@ use pulldown_cmark::{CodeBlockKind, Event, HeadingLevel, Options, Parser, Tag, T
 
 use crate::LabCli;
 
-/// Parts of a document that are checked.
+/// Parts of a Markdown document that are checked.
 #[derive(Debug, Default)]
 struct CheckedDocument {
-    /// Destinations of links, as written.
+    /// Destinations of the document's links, as written.
     link_destinations: Vec<String>,
     /// Anchors that GitHub derives from the headings.
     heading_anchors: BTreeSet<String>,
@@ -112,7 +112,7 @@ fn broken_link_reason(
     (!anchor_exists).then(|| format!("{link}: no heading has the anchor #{anchor}"))
 }
 
-/// Returns the arguments of each `program` call in a line of shell code, up to the next shell operator.
+/// Returns the arguments of each call of `program` in a line of shell code. A shell operator ends the arguments.
 fn command_line_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
     let code = line.split_once(" #").map_or(line, |(command, _)| command);
     let simple_commands = code.split(['|', ';', '&', '(', ')', '>']);
@@ -124,8 +124,8 @@ fn command_line_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<
     })
 }
 
-/// Returns an error for the first sub-command or flag that does not exist. Optional ones may be in brackets, as in
-/// `[--fix]`.
+/// Returns an error for the first sub-command or flag that `program` does not have. Optional arguments may be in
+/// brackets, as in `[--fix]`.
 fn unknown_argument_error(arguments: &[&str], program: &clap::Command) -> Option<String> {
     let mut command = program.clone();
     command.build();
@@ -149,7 +149,7 @@ fn unknown_argument_error(arguments: &[&str], program: &clap::Command) -> Option
     flags.filter(|flag| !is_known_flag(flag)).map(|flag| format!("`{command_name}` has no flag `--{flag}`")).next()
 }
 
-/// Returns an error message for each command in a line that has an unknown sub-command or flag.
+/// Returns an error message for each call of `program` in a line that has an unknown sub-command or flag.
 fn unknown_argument_errors<'a>(line: &'a str, program: &'a clap::Command) -> impl Iterator<Item = String> {
     command_line_arguments(line, program.get_name()).filter_map(|arguments| unknown_argument_error(&arguments, program))
 }

@@ -6,7 +6,8 @@ use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 use coreward_testbed::{dispatch_figure, pcc};
 
-/// All figures that are measured on this machine, in arbitrary order. Lists and pages sort them in the papers' order.
+/// All figures that are measured on this machine, in arbitrary order. Lists and pages sort them in the order of the
+/// papers.
 pub const LIVE_FIGURES: &[LiveFigure] = &[
     LiveFigure {
         embedded_scenario: EmbeddedScenario {

@@ -11,11 +11,11 @@ use rand::Rng as _;
 use crate::change::ModelDifference;
 use crate::epoch::{self, FuzzEpoch};
 
-/// Limit at which a campaign ends, unless it finds a difference earlier.
+/// Limit at which a fuzz campaign ends, unless it finds a difference between program and model earlier.
 #[derive(Debug, Clone, Copy)]
 pub enum FuzzCampaignLimit {
     PacketCount(u64),
-    /// Time since the start of the campaign, after which running epochs also end.
+    /// Time since the start of the campaign. After it, running epochs also end.
     MaxDuration(Duration),
 }
 
@@ -44,7 +44,7 @@ pub struct FuzzCampaignSummary {
     pub packet_count: u64,
     pub epoch_count: u64,
     pub elapsed: Duration,
-    /// Number of packets with each outcome, indexed by `enum lb_counter`.
+    /// Number of packets with each outcome, indexed by the value of `enum lb_counter`.
     pub packets_by_outcome: Vec<u64>,
     pub failure: Option<FuzzEpochFailure>,
 }
@@ -54,7 +54,7 @@ impl FuzzCampaign {
         seeded_rng(self.seed, epoch_number).next_u64()
     }
 
-    /// Runs all epochs of the campaign. After each one, calls `progress` with the number of packets so far.
+    /// Runs all epochs of the campaign. After each epoch, calls `progress` with the total number of packets so far.
     pub fn run_campaign(&self, progress: impl Fn(u64) + Sync) -> anyhow::Result<FuzzCampaignSummary> {
         let start = Instant::now();
         let (next_epoch, has_ended) = (AtomicU64::new(0), AtomicBool::new(false));

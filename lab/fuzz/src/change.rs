@@ -13,7 +13,7 @@ use coreward_model::{ServerId, ServiceAddress};
 #[derive(Debug, Clone)]
 pub enum StateChange {
     SetKeys(FleetCookieKeys),
-    /// Replaces all services by these services, whose addresses differ from each other.
+    /// Replaces all services by this list, whose addresses differ from each other.
     ReplaceServices(Vec<(ServiceAddress, ServiceSettings)>),
     /// Adds or changes a server (`Some`) in the service with this slot, or removes the server (`None`).
     SetServer(usize, ServerId, Option<ServerMapEntry>),
@@ -27,7 +27,7 @@ pub enum StateChange {
     SetOwner(TableOwnerNumber, TableOwnerReachability),
     /// Limits the number of connection-table entries per source prefix, or removes the limit (`None`).
     LimitEntriesPerPrefix(Option<u32>),
-    /// Sets the time that the BPF program reads from its clock.
+    /// Sets the time that the BPF program reads as its clock.
     SetClock(ClockTicks),
     /// Scans the connection table for expired entries, as user space does regularly.
     SweepExpiredEntries,

@@ -97,7 +97,8 @@ fn run_consistency_check(arguments: &ConsistencyFuzzArgs) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Runs a campaign or the consistency check. Fails at the first difference, or when a BPF program cannot be loaded.
+/// Runs a fuzz campaign or the consistency check. Fails at the first difference, or when a BPF program cannot be
+/// loaded.
 pub fn run_fuzz_command(arguments: FuzzArgs) -> anyhow::Result<()> {
     match arguments.command {
         FuzzCommand::Packets(arguments) => run_packet_campaign(&arguments),

@@ -38,7 +38,7 @@ pub struct TsecrCoverage {
 }
 
 impl TsecrCoverage {
-    /// Returns the number of standard deviations by which Pearson's chi-square over "server 1, server 2, ..., none"
+    /// Returns by how many standard deviations Pearson's chi-square of the counts (one per server, and one for none)
     /// exceeds its mean. The mean assumes that each server gets a TSecr with probability 2^-15. (With thousands of
     /// servers, chi-square is nearly normal.)
     pub fn chi_square_z_score(&self) -> f64 {
@@ -61,7 +61,7 @@ impl TsecrCoverage {
     }
 }
 
-/// Counts of packets that reached a server although one bit of their valid cookie was flipped.
+/// Counts of packets that reached a server although one bit of their cookie was wrong.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BitFlipCounts {
     /// Number of valid cookies whose bits were flipped.
@@ -190,7 +190,7 @@ impl CookieTester {
         self.measure_tsecr_coverage(tsecr_count, |tester| (tester.random_client_address(), tester.rng.next_u32()))
     }
 
-    /// Sends valid cookies of one connection in packets of another connection.
+    /// Sends `tsecr_count` packets, each with a cookie that is valid only for another connection.
     pub fn replay_on_other_connections(&mut self, tsecr_count: u64) -> anyhow::Result<TsecrCoverage> {
         self.measure_tsecr_coverage(tsecr_count, |tester| {
             let (cookie_client, other_client) = (tester.random_client_address(), tester.random_client_address());

@@ -10,7 +10,7 @@ use crate::harness::{FuzzHarness, FuzzHarnessSetup};
 use crate::{frame, generate};
 
 pub const PACKETS_PER_EPOCH: u64 = 200_000;
-/// Number of packets between two comparisons of the whole state.
+/// Number of packets between two comparisons of the program's state with the model's.
 const PACKETS_PER_STATE_COMPARISON: u64 = 4096;
 
 /// Step of an epoch, which is a change to the state or a packet to process.
@@ -108,7 +108,7 @@ impl FuzzEpoch {
         Ok(())
     }
 
-    /// Generates the next packet, stores it in `self.packet`, and processes it in the harness.
+    /// Generates the next packet, stores it in `self.packet_buffer`, and processes it in the harness.
     fn process_next_packet(&mut self) -> anyhow::Result<(FrameOutcome, Option<ModelDifference>)> {
         generate::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet_buffer);
         self.processed_packet_count += 1;
@@ -139,7 +139,7 @@ impl FuzzEpoch {
         Ok(None)
     }
 
-    /// Compares the tables that are too large for the comparisons during the epoch.
+    /// Compares the program's largest tables with the model's. The comparisons during the epoch omit them.
     pub fn compare_large_tables(&self) -> anyhow::Result<Option<ModelMismatch>> {
         let table_difference = self.harness.compare_large_tables()?;
         Ok(table_difference

@@ -7,7 +7,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 pub struct FuzzRng(pub Xoshiro256PlusPlus);
 
 impl FuzzRng {
-    /// Returns the random number generator for one purpose. `seed` and `rng_stream` determine all its numbers.
+    /// Returns a generator whose numbers are all determined by `seed` and `rng_stream`.
     pub fn new(seed: u64, rng_stream: u64) -> Self {
         Self(seeded_rng(seed, rng_stream))
     }

@@ -24,7 +24,7 @@ use crate::harness::{FuzzHarnessSetup, OWN_MAC};
 use crate::ipv6;
 use crate::server_networks::SERVER_VLAN_IDS;
 
-/// VIPs of generated services, of which two represent IPv6 VIPs.
+/// VIPs of generated services. Two of them are placeholders for IPv6 VIPs.
 const SERVICE_VIPS: [Ipv4Addr; 5] = [
     Ipv4Addr::new(10, 200, 0, 1),
     Ipv4Addr::new(10, 200, 0, 2),
@@ -203,7 +203,8 @@ impl PacketGeneratorState {
         ServiceSettings { migration: is_migrating.then(|| self.random_service_migration(rng)), ..settings }
     }
 
-    /// Returns a random migration. Its other load balancer mostly has a server's id, so that its MAC address is known.
+    /// Returns a random migration to or from another load balancer. Its id is mostly a server's, so its MAC address is
+    /// known.
     fn random_service_migration(&self, rng: &mut FuzzRng) -> ServiceMigration {
         let known_server_ids: Vec<ServerId> =
             self.services.iter().flat_map(|service| service.server_ids.iter().copied()).collect();
@@ -417,8 +418,8 @@ fn random_token_bucket_change(rng: &mut FuzzRng) -> StateChange {
     StateChange::SetHasBroadcastTokens(token_buckets, rng.random_bool(3, 4))
 }
 
-/// Returns all `elements`, or one or two random ones. With few elements, the program is compiled without the features
-/// that the others need.
+/// Returns all `elements`, or only one or two of them. The program is then compiled without the features of the missing
+/// elements.
 fn random_subset<T: Copy>(elements: &[T], rng: &mut FuzzRng) -> Vec<T> {
     match rng.random_below(3) {
         0 => elements.to_vec(),

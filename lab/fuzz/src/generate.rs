@@ -74,7 +74,8 @@ fn random_client_address(state: &PacketGeneratorState, rng: &mut FuzzRng) -> (Ip
     }
 }
 
-/// Returns a client, a service and a destination. In one of four cases, the client has a table entry in that service.
+/// Returns a client, a service and a destination. In one of four cases, the client has a connection-table entry of this
+/// service.
 fn random_client_and_destination<'a>(
     state: &'a PacketGeneratorState,
     rng: &mut FuzzRng,
@@ -177,8 +178,8 @@ fn write_packet_from_server(state: &PacketGeneratorState, rng: &mut FuzzRng, pac
     packet[6..12].copy_from_slice(&server_mac);
 }
 
-/// Returns the TSval clock of the server with this MAC address, slightly late. Every fourth server has a separate clock
-/// for each connection, and half of these clocks tick every 10 ms.
+/// Returns the present TSval of the server with this MAC address, less a random delay. Every fourth server has a
+/// separate clock for each connection, and half of these clocks tick every 10 ms.
 fn server_clock_ticks(
     state: &PacketGeneratorState,
     server_mac: &[u8; 6],

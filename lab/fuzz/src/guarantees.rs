@@ -31,7 +31,7 @@ struct ServiceExpectations {
     known_udp_clients: HashSet<SocketAddr>,
 }
 
-/// Checker of guarantees, with the state that decides which guarantees apply to a packet.
+/// Checker of forwarding guarantees, with the state that decides which guarantees apply to a packet.
 #[derive(Debug, Default)]
 pub struct ForwardingGuaranteeChecker {
     services: HashMap<usize, ServiceExpectations>,

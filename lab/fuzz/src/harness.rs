@@ -52,13 +52,13 @@ pub struct FuzzHarnessSetup {
     pub connection_table_size: ConnectionTableSize,
     pub connection_key: CookieKey,
     pub flow_set_count: u32,
-    /// Fields that are the same in all outer headers.
+    /// Fields that are the same in the outer headers of all encapsulated packets.
     pub outer_header: OuterHeaderFields,
     /// VLANs in use. Without any, all servers are untagged.
     pub vlans: LoadBalancerVlans,
 }
 
-/// Default values of the fields that are the same in all outer headers.
+/// Default values of the fields that are the same in the outer headers of all encapsulated packets.
 const DEFAULT_OUTER_HEADER: OuterHeaderFields = OuterHeaderFields {
     source_ipv4: Ipv4Addr::new(10, 2, 0, 1),
     source_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
@@ -233,8 +233,7 @@ fn compare_values<T: PartialEq>(
     })
 }
 
-/// Returns a difference when an IPv4 header's checksum was correct before the packet was processed, but is wrong
-/// afterwards.
+/// Returns a difference if the program has broken the checksum of an IPv4 header, which was correct in `frame_before`.
 fn find_broken_checksum(frame_before: &[u8], frame_after: &[u8]) -> Option<ModelDifference> {
     let has_correct_checksum =
         |frame: &[u8]| ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..ETHERNET_HEADER_BYTES + 20], 0) == 0xffff;
@@ -261,7 +260,7 @@ pub struct FuzzHarness {
     program: Option<LoadedBpfProgram>,
     /// Expected counters of each service, and of packets without a service.
     expected_counters: Vec<[u64; COUNTER_U64_COUNT]>,
-    /// Last processed frame, with the changes that the reference model has made.
+    /// Last frame, as it must be after processing according to the reference model.
     expected_frame: Vec<u8>,
     guarantee_checker: ForwardingGuaranteeChecker,
     now_ns: u64,
@@ -400,8 +399,8 @@ impl FuzzHarness {
         Ok((outcome, difference))
     }
 
-    /// Returns the last frame that [`process_packet`](Self::process_packet) has processed, with the reference model's
-    /// changes.
+    /// Returns the last frame that [`process_packet`](Self::process_packet) has received, as the reference model has
+    /// changed it.
     pub fn last_model_frame(&self) -> &[u8] {
         &self.expected_frame
     }
@@ -446,8 +445,8 @@ impl FuzzHarness {
         )
     }
 
-    /// Compares all state that is not compared after each packet. Omits the flow table and the connection table, which
-    /// take long to read.
+    /// Compares the program's state with the model's, except what each packet already compares. Omits the flow table
+    /// and the connection table, which take long to read.
     pub fn compare_state(&self) -> Option<ModelDifference> {
         let program = self.program.as_ref()?;
         let program_maps = &program.program_maps;
@@ -491,7 +490,8 @@ impl FuzzHarness {
         })
     }
 
-    /// Compares the state of the servers' clocks in a service with LB-side stamping.
+    /// Compares the program's measurements of the servers' clocks with the model's, for a service with LB-side
+    /// stamping.
     fn compare_server_clocks(
         &self,
         program: &LoadedBpfProgram,
@@ -531,8 +531,8 @@ impl FuzzHarness {
         ))
     }
 
-    /// Compares the flow tables, the connection tables and the servers' clocks. Fails when the kernel's tables cannot
-    /// be read.
+    /// Compares the program's flow table, connection table and measurements of servers' clocks with the model's. Fails
+    /// when the kernel's tables cannot be read.
     pub fn compare_large_tables(&self) -> anyhow::Result<Option<ModelDifference>> {
         let Some(program) = &self.program else { return Ok(None) };
         let used_entry_counts = (self.model.connections().count(), program.load_balancer.scan_used_entry_count());

@@ -97,7 +97,8 @@ fn build_random_ipv6_header(
     header
 }
 
-/// Returns random extension headers that precede `protocol`, and the header number to write into the fixed header.
+/// Returns random IPv6 extension headers that lead to `protocol`, after the value for the fixed header's Next Header
+/// field.
 fn random_extension_headers(rng: &mut FuzzRng, ipv4_packet: &[u8], protocol: u8) -> (u8, Vec<u8>) {
     let mut headers: Vec<(u8, Vec<u8>)> = Vec::new();
     if rng.random_bool(1, 8) {

@@ -17,11 +17,11 @@ type RecentPlacementWords = [u64; intf::RECENT_PLACEMENTS as usize];
 /// Number of 64-bit words in a service's counters.
 pub const COUNTER_U64_COUNT: usize = size_of::<intf::lb_counters>() / size_of::<u64>();
 
-/// Maps of the loaded program, mapped into the memory of this process.
+/// BPF maps of the loaded program, which this process accesses as memory.
 pub struct ProgramMaps {
     lb_state: MmapArray<intf::lb_state>,
-    /// Counters in all rows. A packet is counted in the row of receive queue 0, and a new or ended connection in the
-    /// row of its CPU.
+    /// Counters, in one row for each receive queue or CPU. Test packets count in the row of queue 0, and new or ended
+    /// connections in their CPU's row.
     counters: MmapArray<[intf::lb_counters]>,
     counter_row_count: usize,
     recent_placements: MmapArray<RecentPlacementWords>,
@@ -57,7 +57,7 @@ impl ProgramMaps {
         })
     }
 
-    /// Returns one 64-bit word of a service's counters, as the sum over all rows.
+    /// Returns one 64-bit word of a service's counters, summed over all receive queues and CPUs.
     pub fn service_counter_word(&self, service_slot: usize, word_index: usize) -> u64 {
         let row_offset =
             |row: usize| (row * intf::LB_COUNTERS_PER_ROW as usize + service_slot) * size_of::<intf::lb_counters>();
@@ -95,7 +95,7 @@ impl ProgramMaps {
         self.lb_state.load(service_state_offset(service_slot) + offset_of!(intf::service_state, round_robin))
     }
 
-    /// Returns the traffic counters of a server, as sums over all rows.
+    /// Returns the traffic counters of a server, summed over all receive queues and CPUs.
     pub fn traffic_of_server(&self, id: ServerId) -> ServerTraffic {
         let row_offset =
             |row: usize| (row * ServerId::COUNT + usize::from(id.get())) * size_of::<intf::server_traffic>();

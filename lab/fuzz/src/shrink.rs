@@ -10,7 +10,7 @@ use crate::mutate::MIN_FRAME_BYTES;
 /// Maximum duration of the shrinking, after which the smallest sequence found so far is returned.
 const SHRINK_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// Shortest sequence of steps found so far that ends with a difference.
+/// Shortest sequence of steps found so far after which program and reference model differ.
 #[derive(Debug)]
 pub struct FailingStepSequence {
     /// Steps in their order, of which the last one is a packet.
@@ -24,7 +24,7 @@ struct StepSequenceShrinker {
 }
 
 impl StepSequenceShrinker {
-    /// Runs `steps` on a new harness. Returns the difference that the last step shows, in the packet or the state.
+    /// Runs `steps` on a new harness. Returns the difference between program and model after the last step, if any.
     fn find_difference(&self, steps: &[EpochStep]) -> anyhow::Result<Option<ModelDifference>> {
         let mut harness = FuzzHarness::new(self.setup, true)?;
         let mut last_difference = None;
@@ -44,8 +44,8 @@ impl StepSequenceShrinker {
         }
     }
 
-    /// Returns the length of the shortest prefix of `steps` that ends with a difference. A difference in the state may
-    /// be found long after the packet that caused it.
+    /// Returns the length of the shortest prefix of `steps` after which program and model differ. A difference in the
+    /// state may be found long after its cause.
     fn shortest_failing_prefix_length(&self, steps: &[EpochStep]) -> anyhow::Result<usize> {
         let (mut longest_passing_length, mut shortest_failing_length) = (0, steps.len());
         while longest_passing_length + 1 < shortest_failing_length {
@@ -80,7 +80,7 @@ impl StepSequenceShrinker {
         Ok(())
     }
 
-    /// Shortens the last packet, and zeroes all bytes that do not affect the difference.
+    /// Shortens the last packet and zeroes its bytes, as far as program and model still differ.
     fn simplify_packet(&self, sequence: &mut FailingStepSequence) -> anyhow::Result<()> {
         let replace_if_still_failing = |sequence: &mut FailingStepSequence, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = sequence.steps.clone();

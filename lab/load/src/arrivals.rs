@@ -19,8 +19,8 @@ pub enum ArrivalProcess {
 pub struct ArrivalSchedule {
     arrival_process: ArrivalProcess,
     mean_gap_ns: f64,
-    /// Due time of the next request (ns). It is a float, because gaps truncated to whole ns would change a rate of
-    /// 600,000 requests per second by 0.04 %.
+    /// Due time of the next request (ns). It is a float, because truncation to whole ns would change a rate of 600,000
+    /// requests per second by 0.04 %.
     next_due_ns: f64,
     rng: Xoshiro256PlusPlus,
 }

@@ -45,8 +45,8 @@ impl Epoll {
         Ok(Self { epoll_fd, ready_events: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
     }
 
-    /// Adds a descriptor, whose events are then reported with `token`. `flags` are those of epoll_ctl(2). Fails when
-    /// the kernel refuses, for instance because the descriptor is in the set already.
+    /// Adds a descriptor, whose events then carry `token`. `flags` are those of epoll_ctl(2). Fails when the kernel
+    /// refuses, for instance because the descriptor is in the set already.
     pub fn add(&self, descriptor: BorrowedFd<'_>, token: u64, flags: i32) -> io::Result<()> {
         let mut event = libc::epoll_event { events: flags as u32, u64: token };
         let (set_descriptor, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());

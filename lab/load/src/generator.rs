@@ -15,10 +15,10 @@ use crate::workload::RequestWorkload;
 
 /// Time between the start of a run and the start of its arrival schedules (ns).
 const DELAY_BEFORE_FIRST_REQUEST_NS: u64 = 10_000_000;
-/// Maximum number of overdue requests that are sent before responses are read again.
+/// Maximum number of overdue requests that are sent in a row before responses are read.
 const OVERDUE_BATCH_SIZE: usize = 64;
 const PROGRESS_INTERVAL_NS: u64 = 100_000_000;
-/// Interval between two searches for timed-out requests after the last due time (ns).
+/// Interval between two searches for timed-out requests, once the last request was sent (ns).
 const EXPIRY_INTERVAL_NS: u64 = 10_000_000;
 
 #[derive(Debug)]
@@ -44,7 +44,7 @@ struct LoadGenerator<'a> {
     transport: &'a mut dyn RequestTransport,
     phase_durations: PhaseDurations,
     outstanding_requests: OutstandingRequests,
-    /// Buffer for received answers, which is empty between calls but keeps its allocation.
+    /// Buffer for received answers, which is kept (empty) between calls to avoid new allocations.
     answer_buffer: Vec<TransportAnswer>,
     start_ns: u64,
     results: LoadRunResults,
@@ -52,8 +52,8 @@ struct LoadGenerator<'a> {
 
 /// Sends the requests of all streams over `transport`, and returns when the last one is answered or lost. `progress`
 /// receives the time since the start (ns) and the results so far, and may end the run early by
-/// [`LoadRunResults::end_measured_window`]. If `records_intervals` is true, latencies are also recorded by interval.
-/// Fails when the transport fails permanently.
+/// [`LoadRunResults::end_measured_window`]. If `records_intervals` is true, latencies are also recorded for each log
+/// interval. Fails when the transport fails permanently.
 pub fn run_open_loop(
     streams: Vec<RequestStream>,
     transport: &mut dyn RequestTransport,
@@ -118,8 +118,8 @@ impl LoadGenerator<'_> {
         Ok(true)
     }
 
-    /// Returns the index of the stream whose request is due first, and the due time. Returns `None` when all streams
-    /// have ended.
+    /// Returns the index of the stream whose next request is due first, and that due time. Returns `None` when all
+    /// streams have ended.
     fn next_due_stream(&self, window_end_ns: u64) -> Option<(usize, u64)> {
         let due_times = self.streams.iter().map(|stream| self.start_ns + stream.schedule.next_due_ns());
         due_times.enumerate().filter(|(_, due_ns)| *due_ns < window_end_ns).min_by_key(|(_, due_ns)| *due_ns)

@@ -62,8 +62,8 @@ impl<'a> LatencyHistogramLog<'a> {
         Ok(Self { writer, class_tags: tags, interval_start_ns: 0 })
     }
 
-    /// Writes the current interval if it has ended by `elapsed_ns` (ns since the start of the run). Fails when the log
-    /// cannot be written.
+    /// Writes the latencies of the current interval if it has ended by `elapsed_ns` (ns since the start of the run).
+    /// Fails when the log cannot be written.
     pub fn write_if_interval_ended(&mut self, elapsed_ns: u64, results: &mut LoadRunResults) -> anyhow::Result<()> {
         if elapsed_ns >= self.interval_start_ns + LOG_INTERVAL_NS {
             self.write_interval(elapsed_ns, results)
@@ -72,7 +72,8 @@ impl<'a> LatencyHistogramLog<'a> {
         }
     }
 
-    /// Writes the last interval, which ends early at `elapsed_ns`. Fails when the log cannot be written.
+    /// Writes the latencies of the last, incomplete interval, which ends at `elapsed_ns` (ns since the start of the
+    /// run). Fails when the log cannot be written.
     pub fn write_last_interval(mut self, elapsed_ns: u64, results: &mut LoadRunResults) -> anyhow::Result<()> {
         self.write_interval(elapsed_ns, results)
     }

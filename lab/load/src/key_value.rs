@@ -47,7 +47,7 @@ pub struct KeyValueResponseHeader {
     pub status_code: u8,
     /// Number of the worker that answered the request, from 0.
     pub worker_index: U16,
-    /// Id of the request, by which the client finds it.
+    /// Id of the request that this datagram answers.
     pub id: U32,
     /// Index of this datagram among the response's datagrams, from 0.
     pub part_index: u8,

@@ -32,7 +32,7 @@ pub enum AnswerOutcome {
     Unknown,
 }
 
-/// Requests that were sent and have not timed out. Their ids count up from 0 and wrap around.
+/// Requests that were sent and have not timed out yet. Their ids count up from 0 and wrap around.
 #[derive(Debug, Default)]
 pub struct OutstandingRequests {
     /// Requests in the order in which they were sent, so that their ids are consecutive.
@@ -54,8 +54,7 @@ impl OutstandingRequests {
         id
     }
 
-    /// Records that part `part_index` (from 0) of the response to request `id` has arrived. The response has
-    /// `part_count` parts.
+    /// Records the arrival of part `part_index` (from 0) of the response to request `id`, which has `part_count` parts.
     pub fn record_response_part(&mut self, id: u32, part_index: u8, part_count: u8) -> AnswerOutcome {
         let entry_index = id.wrapping_sub(self.first_entry_id) as usize;
         let Some(entry) = self.entries.get_mut(entry_index) else {

@@ -34,10 +34,10 @@ pub struct PacedResponse {
 pub const PACED_MESSAGE_BYTES: usize = size_of::<PacedRequest>();
 const _: () = assert!(size_of::<PacedResponse>() == PACED_MESSAGE_BYTES);
 
-/// Buffer that cuts a byte stream into messages of [`PACED_MESSAGE_BYTES`] bytes.
+/// Buffer that splits a received byte stream into messages of [`PACED_MESSAGE_BYTES`] bytes.
 #[derive(Debug, Default)]
 pub struct PacedMessageBuffer {
-    /// First bytes of an incomplete message.
+    /// Received bytes of a message whose remaining bytes have not arrived yet.
     partial_message: Vec<u8>,
 }
 

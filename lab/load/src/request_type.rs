@@ -30,7 +30,7 @@ const FIRST_WORK_BYTE: u8 = 16;
 /// Maximum number of key-value pairs that a SCAN can request.
 pub const MAX_SCAN_PAIRS: u8 = 127;
 const SCAN_BYTE_OFFSET: u8 = 128;
-/// Number of classes that [`RequestType::with_work_class`] distinguishes.
+/// Number of different WORK request types (see [`RequestType::with_work_class`]).
 pub const WORK_CLASS_COUNT: u8 = 16;
 
 impl RequestType {
@@ -152,8 +152,8 @@ pub enum ServiceTimesError {
 pub struct ServiceTimesByType(BTreeMap<RequestType, u32>);
 
 impl ServiceTimesByType {
-    /// Returns [`TURBO_SERVICE_NS`] times `multiplier`, for machines on which the network takes longer than the paper's
-    /// requests. Fails unless the multiplier is above 0 and at most 100,000.
+    /// Returns [`TURBO_SERVICE_NS`] times `multiplier`. A large multiplier suits machines whose network takes longer
+    /// than the paper's requests. Fails unless the multiplier is above 0 and at most 100,000.
     pub fn multiples_of_turbo(multiplier: f64) -> Result<Self, ServiceTimesError> {
         if !(multiplier > 0.0 && multiplier <= 100_000.0) {
             return Err(ServiceTimesError::InvalidMultiplier(multiplier));
@@ -174,7 +174,7 @@ impl ServiceTimesByType {
         self.0.get(&request_type).map(|ns| Duration::from_nanos((*ns).into()))
     }
 
-    /// Returns the service time of a request type in ns, as in requests, or `None` when it is not in the table.
+    /// Returns the service time of a request type (ns), or `None` when it is not in the table.
     pub fn get_ns(&self, request_type: RequestType) -> Option<u32> {
         self.0.get(&request_type).copied()
     }

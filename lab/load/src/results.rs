@@ -41,7 +41,7 @@ pub struct LoadRunResults {
     pub transport_errors: TransportErrorCounts,
     /// Time when the last request was answered or lost (ns since the start).
     pub last_outcome_ns: u64,
-    /// Latencies of each class in the current interval, which is empty unless the run records intervals.
+    /// Latencies of each class in the current log interval. The vector is empty unless the run records intervals.
     interval_latencies_ns: Vec<Histogram<u64>>,
 }
 
@@ -52,8 +52,8 @@ fn new_time_histogram() -> anyhow::Result<Histogram<u64>> {
 }
 
 impl LoadRunResults {
-    /// Creates empty results. If `records_intervals` is true, latencies are also recorded by interval. Fails when
-    /// memory is short.
+    /// Creates empty results. If `records_intervals` is true, latencies are also recorded for each log interval. Fails
+    /// when memory is short.
     pub fn new(class_count: usize, measured_window_ns: Range<u64>, records_intervals: bool) -> anyhow::Result<Self> {
         let build_empty_class = |_| {
             let latency_ns = new_time_histogram()?;
@@ -81,12 +81,12 @@ impl LoadRunResults {
         })
     }
 
-    /// Ends the measured time at `now_ns`, unless it ends earlier.
+    /// Ends the measured time at `now_ns`, unless its planned end is earlier.
     pub fn end_measured_window(&mut self, now_ns: u64) {
         self.measured_window_ns.end = self.measured_window_ns.end.min(now_ns.max(self.measured_window_ns.start));
     }
 
-    /// Returns the histogram of each class's latencies since it was last reset.
+    /// Returns the latency histogram of each class for the current log interval. The caller resets it for the next one.
     pub fn interval_latency_histograms(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
         self.interval_latencies_ns.iter_mut()
     }

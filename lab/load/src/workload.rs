@@ -91,8 +91,8 @@ impl RequestMix {
         &self.0
     }
 
-    /// Returns the shortest time in [`TURBO_SERVICE_NS`](crate::request_type::TURBO_SERVICE_NS) among the mix's types
-    /// (us), or `None` if a type is not listed there.
+    /// Returns the shortest service time of the mix's types (us), from
+    /// [`TURBO_SERVICE_NS`](crate::request_type::TURBO_SERVICE_NS). Returns `None` if that table lacks a type.
     pub fn shortest_turbo_time_us(&self) -> Option<f64> {
         let turbo_times = ServiceTimesByType::multiples_of_turbo(1.0).ok()?;
         let times: Option<Vec<u32>> =
@@ -115,7 +115,8 @@ impl fmt::Display for RequestMix {
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScaledServiceTimeDistribution {
     unit_distribution: ServiceTimeDistribution,
-    /// Time that one unit of the distribution takes (us), which is the shortest class's service time, or the mean.
+    /// Length of one unit of the distribution (us): the service time of its shortest class, or its mean without
+    /// classes.
     unit_us: f64,
 }
 
@@ -209,8 +210,9 @@ impl RequestWorkload {
         }
     }
 
-    /// Restricts the workload of a measuring stream to its first type. For a distribution, that is its shortest class's
-    /// service time, or its mean if it has no classes (as in Turbo's measuring client, Sect. VII-A).
+    /// Restricts the workload to its first request type. For a distribution, all requests then have its shortest
+    /// class's service time, or its mean without classes. The measuring stream uses this, as Turbo's measuring client
+    /// does (Sect. VII-A).
     pub fn with_first_type_only(mut self) -> Self {
         match &mut self.sampler {
             RequestSampler::Mix(entries) => {

@@ -17,7 +17,7 @@ pub const DAEMON_START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum time until a daemon detects a change. Daemons poll for changes once a second.
 const CHANGE_DETECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Id of the server in the fleet document, which seeds the server's balanced indirection table.
+/// Id of the fleet's only server, which is the seed of the server's balanced indirection table.
 const FLEET_SERVER_ID: u64 = 4711;
 /// RSS key of the fleet, which is stored in the controller's secret file.
 const FLEET_RSS_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
@@ -45,8 +45,8 @@ pub fn agent_guest_config_files() -> [(&'static str, String); 5] {
     ]
 }
 
-/// Returns the RSS settings that an agent with `manage_rss` makes in a NIC with the settings `rss_before`. A driver
-/// that does not show its key does not accept one either.
+/// Returns the RSS settings that an agent with `manage_rss` gives to a NIC that had `rss_before`. The key changes only
+/// if the driver accepts one.
 pub fn expected_managed_rss(rss_before: &RssConfig, accepts_key: bool, receive_queues: u16) -> Result<RssConfig> {
     let key = if accepts_key { FLEET_RSS_KEY.parse()? } else { rss_before.key.clone() };
     let table_seed = ServerId::try_from(FLEET_SERVER_ID)?.get().into();
@@ -130,16 +130,16 @@ impl ControllerAndAgent {
         Ok(Self)
     }
 
-    /// Returns how many SYNs the agent has counted on the predicted queue, and how many on other queues. Fails when the
-    /// controller has no counts.
+    /// Returns how many SYNs the agent has counted on the queue that it predicted, and how many on other queues. Fails
+    /// when the controller has no counts.
     pub fn fetch_syn_match_counts(&self, guest: &mut Guest) -> Result<(u64, u64)> {
         let server = fetch_only_server_status(guest)?.context("the controller knows no server")?;
         let read_counter_value = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
         Ok((read_counter_value("rss_matched_syns")?, read_counter_value("rss_mismatched_syns")?))
     }
 
-    /// Waits until the agent has counted `syn_count` more SYNs than in `counts_before`. Returns how many of these
-    /// arrived on the predicted queue. Fails after a time limit.
+    /// Waits until the agent has counted `syn_count` SYNs since `counts_before`. Returns how many of them arrived on
+    /// the predicted queue. Fails after a time limit.
     pub fn count_new_matched_syns(&self, guest: &mut Guest, counts_before: (u64, u64), syn_count: u64) -> Result<u64> {
         let new_matched_syns = poll_until_some(guest, CHANGE_DETECTION_TIMEOUT, |guest| {
             let syn_match_counts = self.fetch_syn_match_counts(guest)?;
@@ -169,8 +169,8 @@ impl ControllerAndAgent {
     }
 }
 
-/// Runs a controller and a load balancer until the load balancer has applied its table, which needs RCU grace periods.
-/// Fails after a time limit, with the ends of both logs.
+/// Runs a controller and a load balancer until the load balancer uses its placement table, for which it waits for RCU
+/// grace periods. Fails after a time limit, with the ends of both logs.
 pub fn run_load_balancer_until_ready(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("ip addr add 10.2.0.1/24 dev eth0")?;
     guest.run_successfully("start controller coreward controller --config /etc/controller.toml")?;
@@ -192,7 +192,7 @@ pub fn run_load_balancer_until_ready(guest: &mut Guest) -> Result<String> {
     Ok(format!("generation {generation}"))
 }
 
-/// Returns the only server's status, as `coreward status` reports it, or `None` if there is no server yet.
+/// Returns the status of the fleet's only server, as `coreward status` reports it, or `None` if it is not reported yet.
 fn fetch_only_server_status(guest: &mut Guest) -> Result<Option<Value>> {
     Ok(fetch_fleet_status(guest)?.and_then(|fleet| fleet["servers"].get(0).cloned()))
 }

@@ -35,7 +35,7 @@ pub struct GuestCase {
 }
 
 enum GuestCheckSelection {
-    /// Checks of RSS and of the agent, repeated in each of these settings of the NIC.
+    /// Checks of RSS and of the agent, repeated with each of these NIC settings.
     RssSettings(&'static [NicSetting]),
     /// Check of the servers that get new connections while a core forwards packets. The guest has two NICs.
     Forwarding,
@@ -43,14 +43,14 @@ enum GuestCheckSelection {
 
 struct NicSetting {
     name: &'static str,
-    /// Shell command that makes the setting in the guest.
+    /// Shell command by which the guest applies this setting to its NIC.
     set_up_command: &'static str,
     /// Whether the NIC is expected to use the RSS settings that it shows, as measured with the kernels of November 2026
     /// (docs/results.md).
     is_in_force_expected: bool,
 }
 
-/// Maximum time that the BPF verifier takes for all programs under emulation.
+/// Maximum time that the BPF verifier may take for all programs in an emulated guest.
 const VERIFIER_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum time for a command that the user has given.
 const USER_COMMAND_TIMEOUT: Duration = Duration::from_secs(600);
@@ -192,8 +192,8 @@ impl GuestCase {
         Ok(())
     }
 
-    /// Checks the kernel and the BPF programs in the guests that differ in these, and the load balancer in each guest
-    /// with virtio-net.
+    /// Checks the additional kernel arguments if there are any. With virtio-net, checks the load balancer, and without
+    /// such arguments also every BPF program.
     fn check_kernel_and_load_balancer(&self, guest: &mut Guest, tally: &mut CheckTally) {
         if !self.kernel_arguments.is_empty() {
             tally.record_result(
@@ -395,8 +395,8 @@ fn check_bpf_programs(guest: &mut Guest) -> Result<String> {
     Ok(program_names.join(" "))
 }
 
-/// Checks that the agent agrees with a measurement on the key, the table, the verdict, and each flow's predicted and
-/// actual queue.
+/// Checks that the agent's output agrees with a measurement: key, table, verdict, and each flow's predicted and actual
+/// queue.
 fn check_rss_agreement(measurement: &RssMeasurement, watch_output: &RssWatchOutput) -> Result<String> {
     ensure!(
         watch_output.shown_rss == measurement.shown_rss,

@@ -33,14 +33,15 @@ const DEBIAN_KERNEL_MODULES: [&str; 17] = [
     "ipip",
     "fou",
 ];
-/// Packages that are added to a minimal Debian: for booting, for the tests, and as dependencies of the daemons'
+/// Packages that are added to a minimal Debian. They are needed for booting, for the tests, or by the daemons'
 /// packages.
 const DEBIAN_PACKAGES: &str =
     "systemd-sysv,adduser,iproute2,procps,ethtool,libelf1,zlib1g,nginx-light,ipvsadm,keepalived,tcpdump";
-/// Size of the root file system, which is twice the size of the installed programs.
+/// Size of the root file system's image, which is twice the size of the installed programs.
 const ROOT_IMAGE_SIZE: &str = "1500M";
 
-/// Kernel arguments that disable gettys. systemd would wait until udev, which the guest lacks, reports their lines.
+/// Kernel arguments that disable login prompts (getty). systemd would wait for udev, which the guest lacks, to report
+/// their terminals.
 const DEBIAN_KERNEL_ARGUMENTS: &str = "systemd.getty_auto=no systemd.firstboot=no systemd.show_status=no";
 const MULTI_USER_TARGET_DROP_IN: &str = "[Unit]\nRequires=test-network.service test-serial.service\n";
 const SERIAL_COMMANDS_UNIT: &str = "[Unit]\nDescription=Commands of the \

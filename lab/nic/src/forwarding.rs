@@ -27,9 +27,9 @@ const PUBLISHED_LOAD_PCT: u32 = 50;
 const MIN_FORWARDING_LOAD: f64 = 0.65;
 /// Initial and maximum rate of forwarded packets (per second). QEMU's emulation decides which rate loads a core.
 const PACKET_RATE_RANGE: std::ops::RangeInclusive<u32> = 1_000..=64_000;
-/// Time until reported loads and placement tables have followed a new packet rate.
+/// Time after which reported loads and placement tables reflect a new packet rate.
 const LOAD_SETTLE_TIME: Duration = Duration::from_secs(3);
-/// Interval between two flushes of the receive queues, which QEMU may leave full
+/// Interval between two flushes of QEMU's receive queues, which may otherwise stay full
 /// ([`QemuMonitor::flush_receive_queues`]).
 const QUEUE_FLUSH_INTERVAL: Duration = Duration::from_millis(100);
 const ROUNDS_PER_MEASUREMENT: u8 = 4;
@@ -102,7 +102,8 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
     Ok(())
 }
 
-/// Checks that the first server gets the connections while its cores are idle. Returns the first unused round of flows.
+/// Checks that server `s1` gets the connections while its cores are idle. Returns the first round whose flows were not
+/// used.
 fn check_idle_placement(
     guest: &mut Guest,
     guest_tap: &GuestTap,
@@ -158,7 +159,7 @@ fn start_daemons(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Returns the loads of all cores at `s1` and at `s2`, if the status contains them.
+/// Returns the load of each core of server `s1`, and of server `s2`, if the status contains all of them.
 fn core_loads_in_status(status: &Value) -> Option<[Vec<f64>; 2]> {
     let loads_of_server = |name: &str| {
         let server = status["servers"].as_array()?.iter().find(|server| server["name"] == name)?;
@@ -285,8 +286,8 @@ fn measure_until_expected_placement(
     Ok(measurement)
 }
 
-/// Sends the SYNs of [`ROUNDS_PER_MEASUREMENT`] rounds from round `first_round` on, and retransmits lost ones. Returns
-/// the servers that received them. Fails when a SYN is still lost.
+/// Sends a SYN for each flow of [`ROUNDS_PER_MEASUREMENT`] rounds from `first_round` on, and retransmits lost ones.
+/// Returns the server that received each SYN. Fails when a SYN is still lost.
 fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_round: u8) -> Result<FlowPlacements> {
     host_emulator.take_received_syns();
     let mut missing_flows: Vec<FourTuple> =
@@ -315,7 +316,7 @@ fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_
     bail!("{} of {sent_syn_count} SYNs are lost after {MAX_SYN_TRANSMISSIONS} transmissions", missing_flows.len())
 }
 
-/// Returns how many of the SYNs that `is_selected` selects reached `s1`, and how many SYNs it selects.
+/// Counts the SYNs that `is_selected` selects. Returns how many of them reached server `s1`, and their total number.
 fn count_first_server_syns(placements: &FlowPlacements, is_selected: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
     let selected_placements = placements.iter().filter(|(flow, _)| is_selected(flow));
     [selected_placements.clone().filter(|(_, host)| *host == SERVER_HOST_BYTES[0]).count(), selected_placements.count()]

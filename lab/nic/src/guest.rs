@@ -119,14 +119,14 @@ impl<'a> GuestHardware<'a> {
 pub struct Guest {
     qemu: Child,
     serial_line: UnixStream,
-    /// Output that was received from the serial line, but not yet processed.
+    /// Output that has been received from the serial line, but not processed yet.
     pending_output: Vec<u8>,
     console_path: PathBuf,
     /// Directory with the socket of QEMU's monitor.
     monitor_directory: TempDir,
 }
 
-/// Returns a command for QEMU with this hardware and without any default devices.
+/// Returns a command that starts QEMU with this hardware and without its default devices.
 fn build_qemu_command(packages: &FetchedPackages, hardware: GuestHardware<'_>) -> Command {
     let mut command = packages.program_command("usr/bin/qemu-system-x86_64");
     for directory in packages.qemu_firmware_directories() {
@@ -136,8 +136,8 @@ fn build_qemu_command(packages: &FetchedPackages, hardware: GuestHardware<'_>) -
     command
 }
 
-/// Starts QEMU with its end of the serial line, and sends its error messages to a file in the console's directory. The
-/// command is dropped with its copy of the socket, so that the serial line closes when QEMU ends.
+/// Starts QEMU with `qemu_socket` as its serial line, and writes its error messages to a file in the console's
+/// directory. The command is dropped with its copy of the socket, so that the serial line closes when QEMU ends.
 fn spawn_qemu(mut command: Command, qemu_socket: UnixStream, console_path: &Path) -> Result<Child> {
     let qemu_errors = fs::File::create(console_path.with_extension("qemu"))?;
     command

@@ -189,7 +189,7 @@ pub fn check_migration_from_ipvs(
     units::check_in_namespaces(IPVS_GUEST_NAME, &debian_machine, &MIGRATION_CHECKS, command, tally)
 }
 
-/// Names and functions of the checks. Each check starts in the state in which the previous one ended.
+/// Names and functions of the checks. Each check starts in the state that the previous one has left.
 const MIGRATION_CHECKS: [(&str, GuestCheck); 4] = [
     ("keepalived's virtual server balances", check_keepalived),
     ("coreward adopts the pool, and no connection breaks", check_pool_adoption),
@@ -283,8 +283,7 @@ fn check_pool_adoption(guest: &mut Guest) -> Result<String> {
     open_connections(guest, "older")?;
     start_in_namespace(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
     let readiness_command = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > \
-                             /run/status; \
-                 grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
+                             /run/status; grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
     retry_until_ok(DAEMON_SETTLE_TIMEOUT, || guest.run_successfully(readiness_command))
         .with_context(|| read_status_or_error(guest))?;
     guest.run_successfully("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;

@@ -90,8 +90,8 @@ fn add_module_with_dependencies(
     Ok(())
 }
 
-/// Adds the paths of all modules below `directory` to `module_paths`, by name (with underscores). Adds the contents of
-/// `modules.builtin` to `built_in_list`.
+/// Adds the path of each module below `directory` to `module_paths`, by module name (with underscores). Adds the
+/// contents of `modules.builtin` to `built_in_list`.
 fn collect_modules(
     directory: &Path,
     module_paths: &mut BTreeMap<String, PathBuf>,

@@ -177,7 +177,7 @@ pub fn check_networks(
     units::check_in_namespaces(NETWORKS_GUEST_NAME, &debian_machine, &NETWORK_CHECKS, command, tally)
 }
 
-/// Names and functions of the checks. Each check starts in the state in which the previous one ended.
+/// Names and functions of the checks. Each check starts in the state that the previous one has left.
 const NETWORK_CHECKS: [(&str, GuestCheck); 5] = [
     ("the daemons start, with native XDP on a bond by LACP", start_daemons),
     ("a server with a VLAN device serves, and stamps its packets", check_vlan_server),
@@ -226,7 +226,7 @@ fn request_from_server(guest: &mut Guest, vip: &str, server: &str) -> Result<()>
     Ok(())
 }
 
-/// Returns the number of packets for which the load balancer has made the decision with this name.
+/// Returns the number of packets for which the load balancer has made the forwarding decision `name`.
 fn read_decision_packet_count(guest: &mut Guest, name: &str) -> Result<u64> {
     let status_text = fetch_fleet_status(guest)?;
     let mut status_words = status_text.split([' ', ',', '\n']).filter(|status_word| !status_word.is_empty());

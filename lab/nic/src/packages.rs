@@ -15,7 +15,7 @@ use anyhow::{Context as _, Result};
 use crate::kernel;
 use crate::process::{command_tied_to_parent, run_to_end};
 
-/// Kernel versions, each with the metapackage that depends on the current point release's package.
+/// Kernel versions, each with the metapackage that depends on the package of its newest point release.
 const KERNEL_PACKAGES: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
 /// Maximum duration of a download in seconds.
 const DOWNLOAD_TIMEOUT_SECONDS: &str = "300";
@@ -186,7 +186,8 @@ impl PrivateAptGet {
     }
 }
 
-/// Returns this machine's Debian sources and their backports as lines of sources.list, and the name of the release.
+/// Returns this machine's Debian sources and their backports in the format of sources.list, and the name of the
+/// release.
 fn debian_sources_and_release() -> Result<(String, String)> {
     let mut source_lines = BTreeSet::new();
     let mut release = None;
@@ -206,7 +207,7 @@ pub fn debian_mirror_and_release() -> Result<(String, String)> {
     debian_repositories()?.into_iter().find(|(_, suite)| !suite.contains('-')).context(NO_MIRROR_MESSAGE)
 }
 
-/// Returns the URIs and suites of the Debian sources from which this machine gets programs.
+/// Returns the URI and suite of each Debian source that this machine's apt-get uses.
 fn debian_repositories() -> Result<Vec<(String, String)>> {
     let mut index_targets = debian_index_targets()?;
     if index_targets.is_empty() {

@@ -68,7 +68,7 @@ impl RssMeasurement {
         self.are_families_in_force() == [true, true]
     }
 
-    /// Returns whether all IPv4 flows, and whether all IPv6 flows, arrived on the predicted queues.
+    /// Returns two values: whether all IPv4 flows arrived on the predicted queues, and whether all IPv6 flows did.
     pub fn are_families_in_force(&self) -> [bool; 2] {
         self.matched_flows_by_family().map(|matched_count| matched_count == FLOWS_PER_FAMILY)
     }
@@ -159,7 +159,7 @@ fn wait_for_counted_packet(
     }
 }
 
-/// Returns a counter for each receive queue, which grows with every packet on that queue.
+/// Returns the value of a counter for each receive queue, which grows with every packet on that queue.
 fn read_queue_counters(guest: &mut Guest, nic: NicModel) -> Result<CountersByQueue> {
     let mut counters = CountersByQueue::new();
     for line in guest.run_successfully(nic.queue_counters_command())?.lines().filter(|line| !line.trim().is_empty()) {

@@ -33,7 +33,7 @@ fn arp_or_syn_filter() -> [SockFilter; 6] {
 /// Offset of the TCP flags in an Ethernet frame whose IPv4 header has no options.
 const TCP_FLAGS_OFFSET: usize = 14 + 20 + 13;
 
-/// First bytes of all emulated machines' addresses, which are in 10.2.0.0/24.
+/// First three bytes of the IPv4 addresses of all emulated machines (10.2.0.0/24).
 const HOST_NETWORK_PREFIX: [u8; 3] = [10, 2, 0];
 
 /// Returns the MAC address of an emulated machine, whose last byte equals that of its IPv4 address.
@@ -66,7 +66,7 @@ impl HostEmulator {
         Ok(Self { received_syns, should_stop, thread: Some(answering_thread) })
     }
 
-    /// Removes and returns the SYNs that were received since the last call.
+    /// Returns the SYNs that were received since the last call, and forgets them.
     pub fn take_received_syns(&self) -> ReceiversByClient {
         std::mem::take(&mut self.received_syns.lock().unwrap_or_else(PoisonError::into_inner))
     }

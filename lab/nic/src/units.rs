@@ -17,7 +17,7 @@ use crate::tally::CheckTally;
 const SYSTEMD_GUEST_NAME: &str = "Debian with systemd";
 /// Names of the daemons, in the order in which they start.
 const DAEMON_NAMES: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
-/// Maximum time for a package installation, a start or a reboot, under emulation.
+/// Maximum time for a package installation, a start of daemons or a reboot in an emulated guest.
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
 /// Maximum time until daemons have reconnected after all of them were restarted.
 pub const DAEMON_SETTLE_TIMEOUT: Duration = Duration::from_secs(90);
@@ -238,7 +238,7 @@ pub fn run_checks_until_failure(
 /// Function that makes one check in a guest and returns the measured values as text.
 pub type GuestCheck = fn(&mut Guest) -> Result<String>;
 
-/// Names and functions of the checks. Each check starts in the state in which the previous one ended.
+/// Names and functions of the checks. Each check starts in the state that the previous one has left.
 const FIRST_BOOT_CHECKS: [(&str, GuestCheck); 9] = [
     ("installing starts nothing", check_package_installation),
     ("the units start", check_unit_start),
@@ -305,7 +305,7 @@ pub fn retry_until_ok<T>(timeout: Duration, mut check: impl FnMut() -> Result<T>
     }
 }
 
-/// Returns the states of the daemons' units, and the journal's latest messages about them.
+/// Returns the state of each daemon's unit, and the journal's latest messages about these units.
 fn collect_unit_states_and_journal(guest: &mut Guest) -> String {
     const UNIT_STATE_COMMANDS: [&str; 3] = [
         "systemctl show -p Id,ActiveState,SubState,Result,NRestarts,MainPID,ExecMainStatus 'coreward-*'",
@@ -352,7 +352,7 @@ fn send_request(guest: &mut Guest, port: u16) -> Result<()> {
     guest.run_successfully(&format!("ip netns exec client timeout 10 bash /etc/test-request {port}")).map(drop)
 }
 
-/// Checks how the kernel confines each daemon's process, independently of what the unit's file demands.
+/// Checks how the kernel actually confines each daemon's process, whatever the daemon's unit file demands.
 fn check_confinement(guest: &mut Guest) -> Result<String> {
     let systemd_warnings =
         guest.run_successfully("journalctl --no-pager -q -b _PID=1 -p warning -o cat | grep coreward || true")?;
@@ -420,7 +420,8 @@ fn check_forbidden_commands(guest: &mut Guest, daemon: &str, pid: u32) -> Result
     Ok(())
 }
 
-/// Checks that the orchestrator receives a request to a service whose port is below 1024. No worker takes the request.
+/// Checks that the orchestrator receives a request to a service whose port is below 1024. The request then waits,
+/// because there is no worker.
 fn check_orchestrator_requests(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("printf request > /dev/udp/10.2.0.11/400")?;
     wait_for_orchestrator_metric(guest, "coreward_orchestrate_waiting_requests{service=\"0\"}")
@@ -442,10 +443,10 @@ fn wait_for_orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<Strin
 /// Checks that the orchestrator receives requests by AF_XDP, with the drop-in from the package's examples.
 fn check_orchestrator_with_af_xdp(guest: &mut Guest) -> Result<String> {
     guest.run_successfully(
-        "directory=/etc/systemd/system/coreward-orchestrate.service.d; mkdir -p $directory && \
-         cp /usr/share/doc/coreward-orchestrate/examples/orchestrate-af-xdp.conf $directory/af-xdp.conf && \
-         sed -i '1i intake = \"af-xdp\"\\ninterface = \"srv0\"' /etc/coreward/orchestrate.toml && \
-         systemctl daemon-reload && systemctl restart coreward-orchestrate",
+        "directory=/etc/systemd/system/coreward-orchestrate.service.d; mkdir -p $directory && cp \
+         /usr/share/doc/coreward-orchestrate/examples/orchestrate-af-xdp.conf $directory/af-xdp.conf && sed -i '1i \
+         intake = \"af-xdp\"\\ninterface = \"srv0\"' /etc/coreward/orchestrate.toml && systemctl daemon-reload && \
+         systemctl restart coreward-orchestrate",
     )?;
     wait_for_orchestrator_metric(guest, "coreward_orchestrate_intake{mode=\"af-xdp\"}")?;
     guest.run_successfully("ip netns exec client bash -c 'printf request > /dev/udp/10.2.0.11/400'")?;
@@ -554,7 +555,7 @@ fn check_watchdog(guest: &mut Guest) -> Result<String> {
     check_held_connections(guest)
 }
 
-/// Checks that no daemon has logged, since the guest was booted, that an operation was not permitted.
+/// Checks that no daemon has logged a permission error since the guest was booted.
 fn check_no_denials(guest: &mut Guest) -> Result<()> {
     let denial_messages = guest.run_successfully(&format!(
         "journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERROR_PATTERN}' || true"

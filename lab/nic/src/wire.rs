@@ -21,18 +21,18 @@ pub const IPV4_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 2
 /// Destination of IPv6 SYNs. The guest does not have this address, because its IPv6 is off.
 pub const IPV6_DESTINATION: SocketAddrV6 =
     SocketAddrV6::new(ipv4_to_ipv6(IPV4_DESTINATION.ip().to_bits()), IPV4_DESTINATION.port(), 0, 0);
-/// Destination of packets that a guest forwards along a route.
+/// Destination of packets that a guest receives and forwards to another network.
 pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
-/// Source address in outer headers, which is the load balancer's. The destination is a server's address.
+/// Source address in the outer IP headers of GUE packets. It is the load balancer's address.
 const OUTER_SOURCE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 2);
 const OUTER_DESTINATION_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 11);
-/// Number of IPv4 flows in a measurement, and also the number of its IPv6 flows.
+/// Number of flows of each IP version in a measurement, so the total is twice this number.
 pub const FLOWS_PER_FAMILY: u16 = 64;
 pub const MEASURED_FLOW_COUNT: u16 = 2 * FLOWS_PER_FAMILY;
 
 /// MAC address of the host's end of the link to the guest.
 const HOST_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
-/// Timestamps option (RFC 7323) after two no-operation options (RFC 9293).
+/// TCP options of a segment: two no-operation options (RFC 9293), then timestamps (RFC 7323).
 const TIMESTAMP_OPTIONS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0];
 const PROTOCOL_TCP: u8 = 6;
 const PROTOCOL_UDP: u8 = 17;

@@ -19,7 +19,7 @@ pub mod trace;
 
 use rayon::prelude::*;
 
-/// Runs `simulate` for every input on all CPUs, and returns the results in the order of the inputs.
+/// Runs `simulate` for every input, in parallel on all CPUs, and returns the results in the order of the inputs.
 pub fn par_map_ordered<I: Sync, O: Send>(inputs: &[I], simulate: impl Fn(&I) -> O + Sync + Send) -> Vec<O> {
     inputs.par_iter().map(simulate).collect()
 }

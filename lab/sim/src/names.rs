@@ -1,6 +1,6 @@
 //! Errors for unknown names, with a suggestion of the most similar known name.
 
-/// Error for a name that does not exist, together with the names that do.
+/// Error for a name that does not exist, with a list of the existing names.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{kind} {unknown_name:?} does not exist: {hint}expected one of {list}",

@@ -9,8 +9,8 @@ use rand::Rng;
 
 const ZIGGURAT_LAYER_COUNT: usize = 256;
 
-/// Ziggurat sampler for a decreasing density on x >= 0, which is cut into layers of equal area (Marsaglia and Tsang,
-/// "The ziggurat method for generating random variables", J. Stat. Softw. 5, 2000). Nearly always, one draw, one
+/// Ziggurat sampler for a decreasing probability density on x >= 0. It is cut into layers of equal area (Marsaglia and
+/// Tsang, "The ziggurat method for generating random variables", J. Stat. Softw. 5, 2000). Nearly always, one draw, one
 /// multiplication and one comparison suffice.
 #[derive(Debug)]
 struct ZigguratSampler {
@@ -32,7 +32,7 @@ impl ZigguratSampler {
         Self { layer_ends, layer_heights: layer_ends.map(density) }
     }
 
-    /// Returns whether a point at `x`, whose height within the layer is drawn at random, is below the density.
+    /// Draws a random height within the layer, and returns whether it is below `density`, the density at the point's x.
     #[cold]
     fn is_below_density(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
         let (lower_height, upper_height) = (self.layer_heights[layer], self.layer_heights[layer + 1]);

@@ -4,40 +4,39 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV4};
 
 /// Name of the network device in every host's namespace.
 pub const HOST_DEVICE: &str = "eth0";
-/// First IPv4 VIP. Further IPv4 VIPs have the following addresses.
+/// First IPv4 VIP. Further IPv4 VIPs have consecutive addresses.
 pub const FIRST_IPV4_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// Address and port of the service that the demo balances.
 pub const SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_IPV4_VIP, 80);
-/// Prefix that contains all IPv6 VIPs.
+/// IPv6 prefix that contains all IPv6 VIPs.
 pub(crate) const IPV6_VIP_PREFIX: &str = "2001:db8:c8::/64";
-/// First IPv6 VIP. Further IPv6 VIPs have the following addresses.
+/// First IPv6 VIP. Further IPv6 VIPs have consecutive addresses.
 pub const FIRST_IPV6_VIP: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 /// Minimum MTU of an IPv4 link (RFC 791).
 pub(crate) const MIN_IPV4_MTU: u16 = 68;
 /// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
 pub(crate) const MIN_IPV6_MTU: u16 = 1280;
-/// Length of the IPv4 prefix on the segment that connects servers and load balancers.
+/// Prefix length of IPv4 addresses on the network segment that connects servers and load balancers.
 pub(crate) const SEGMENT_PREFIX_LENGTH: u8 = 16;
 /// MTU of Ethernet, which all devices of the testbed use.
 pub(crate) const ETHERNET_MTU: u16 = 1500;
 pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
 
-/// Address family of the VIPs. Every host also has an IPv4 address, whatever the family.
+/// Address family of the testbed's VIPs. Every host has an IPv4 address with either family.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum AddressFamily {
     /// VIPs are IPv4 addresses, counted up from 10.200.0.1.
     #[default]
     #[value(name = "4")]
     Ipv4,
-    /// VIPs are IPv6 addresses, counted up from 2001:db8:c8::1. Hosts also have an address in 2001:db8::/64, as with
-    /// routed servers.
+    /// VIPs are IPv6 addresses, counted up from 2001:db8:c8::1. Every host also has an IPv6 address in 2001:db8::/64.
     #[value(name = "6")]
     Ipv6,
 }
 
 impl AddressFamily {
-    /// Returns the address, in this family, of the host whose IPv4 address is `host`.
+    /// Returns the host's address in this family. `host` is the host's IPv4 address.
     pub fn host_address(self, host: Ipv4Addr) -> IpAddr {
         match self {
             AddressFamily::Ipv4 => host.into(),
@@ -54,7 +53,7 @@ impl AddressFamily {
     }
 }
 
-/// Returns a host's IPv6 address, which is 2001:db8:: with the host's IPv4 address in the last four bytes.
+/// Returns a host's IPv6 address, which is in 2001:db8::/64 and has the host's IPv4 address in its last four bytes.
 pub fn host_ipv6_address(host: Ipv4Addr) -> Ipv6Addr {
     let network = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0);
     Ipv6Addr::from_bits(network.to_bits() | u128::from(host.to_bits()))
@@ -88,12 +87,13 @@ pub fn rack_controller_name(number: u16) -> String {
 /// IPv4 prefix as (address, length in bits). [`to_ipv6_prefix_text`] returns the corresponding IPv6 prefix.
 pub(crate) type Ipv4Prefix = (Ipv4Addr, u8);
 
-/// IPv4 prefix of the default route, which contains all addresses.
+/// Prefix that contains all IPv4 addresses, for a default route.
 pub(crate) const DEFAULT_ROUTE_PREFIX: Ipv4Prefix = (Ipv4Addr::UNSPECIFIED, 0);
-/// IPv4 prefix of clients that reach the testbed through the router.
+/// IPv4 prefix of the clients that reach the testbed through a router.
 pub(crate) const ROUTED_CLIENTS_PREFIX: Ipv4Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
 
-/// Returns the IPv6 prefix of the hosts in an IPv4 prefix, in the notation of the `ip` command.
+/// Returns the prefix that contains the IPv6 addresses of the hosts in an IPv4 prefix, in the notation of the `ip`
+/// command.
 pub(crate) fn to_ipv6_prefix_text((network, length): Ipv4Prefix) -> String {
     match length {
         0 => "::/0".to_owned(),

@@ -21,19 +21,19 @@ use crate::namespace::{NetworkNamespace, run_ip_batch};
 use crate::process::{self, DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::{Testbed, create_namespaces};
 
-/// IPv4 address of the baseline load balancer on the servers' segment.
+/// IPv4 address of the baseline load balancer, which is on the same network segment as the servers.
 pub const BASELINE_LB_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS_PROC_PATH: &str = "/proc/net/ip_vs";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BaselineLbKind {
-    /// Forwarding at layer 2. The servers send their answers directly to the client.
+    /// Load balancer that forwards packets at layer 2. The servers send their answers directly to the client.
     DirectServerReturn,
-    /// TCP proxy, which has one connection to the client and another one to the server.
+    /// TCP proxy, which has one connection to the client and a second one to the server.
     TcpProxy,
 }
 
-/// Running baseline load balancer. Dropping it ends its processes and removes its namespace.
+/// Running baseline load balancer. Dropping this value ends its processes and removes its namespace.
 #[derive(Debug)]
 pub struct BaselineLoadBalancer {
     namespace: NetworkNamespace,

@@ -51,24 +51,25 @@ pub struct ConformanceArgs {
 pub struct ConformanceOutcome {
     /// Number of wrk's requests that were answered.
     pub wrk_requests: u64,
-    /// Number of wrk's errors, which are connect, read, write and timeout errors and responses other than 200.
+    /// Number of wrk's errors: connect, read, write and timeout errors, and responses with a status other than 2xx or
+    /// 3xx.
     pub wrk_errors: u64,
     pub downloads: u64,
-    /// Description of each failed download. The first few contain curl's error message.
+    /// Descriptions of the failed downloads. The first few contain curl's error message.
     pub failed_downloads: Vec<String>,
-    /// Response time of the idle connection after its pause (ms), or `Err` with the reason for which it broke.
+    /// Response time on the idle connection after its pause (ms), or `Err` with the reason why the connection broke.
     pub idle_connection: Result<u64, String>,
-    /// Number of bytes that the busy connection received, or `Err` with the reason for which it broke or stalled.
+    /// Number of bytes that the busy connection received, or `Err` with the reason why the connection broke or stalled.
     pub busy_connection: Result<u64, String>,
-    /// Number of forwarding tables that the load balancer used during the run.
+    /// Number of forwarding tables that the load balancer has used during the run, one after the other.
     pub used_tables: u64,
     pub pool_changes: u64,
-    /// Counters of the load balancer that are above 0, by name.
+    /// Load balancer counters that are above 0, by name.
     pub lb_counters: BTreeMap<String, u64>,
-    /// TCP counters of the run with coreward.
+    /// Growth of the TCP counters in the run with coreward.
     pub tcp_counters: TcpCounterGrowth,
-    /// TCP counters of a run under the same load in which the load balancer's kernel only routes packets. `None` if
-    /// servers are behind a router, because the kernel cannot route packets for a VIP to them.
+    /// Growth of the TCP counters in a run under the same load in which the load balancer's kernel only routes packets.
+    /// `None` if servers are behind a router, because the kernel cannot route packets for a VIP to them.
     pub tcp_counters_without_coreward: Option<TcpCounterGrowth>,
 }
 
@@ -87,12 +88,12 @@ pub struct TcpCounterGrowth {
     pub timestamp_drops_at_servers: BTreeMap<String, u64>,
     /// Numbers of segments that PAWS dropped at the client, by name of the kernel counter (only those above 0).
     pub timestamp_drops_at_client: BTreeMap<String, u64>,
-    /// Number of pure acknowledgements that arrived after a newer segment.
+    /// Number of pure acknowledgements that arrived after a newer segment of their connection.
     pub reordered_acks: u64,
 }
 
 impl ConformanceOutcome {
-    /// Returns whether no connection broke, and only reordered segments were dropped for their timestamps.
+    /// Returns whether no connection broke, and the timestamp check dropped only segments that were reordered.
     /// Retransmissions are reported, but do not affect this result.
     pub fn has_passed(&self) -> bool {
         self.wrk_errors == 0
@@ -104,10 +105,10 @@ impl ConformanceOutcome {
 }
 
 impl TcpCounterGrowth {
-    /// Returns whether reordering alone explains the segments dropped for their timestamps. A server gets TSvals that
-    /// clients' kernels made. A client gets those that coreward made, with 65,536 ticks per ms, while Linux accepts
-    /// segments at most one tick late. So a reordered segment is sometimes dropped and retransmitted (docs/limits.md).
-    /// A wrong TSval would affect far more than one segment in a million.
+    /// Returns whether reordering alone explains the segments dropped for their timestamps. Servers get the TSvals of
+    /// the clients' kernels. Clients get TSvals from coreward, with 65,536 ticks per ms, while Linux accepts segments
+    /// at most one tick late. So a reordered segment is sometimes dropped and retransmitted (docs/limits.md). A wrong
+    /// TSval would affect far more than one segment in a million.
     fn has_only_tolerable_timestamp_drops(&self) -> bool {
         let is_tolerable_client_drop_count = |(name, count): (&String, &u64)| {
             name == PAWS_ESTABLISHED_DROP_COUNTER && *count <= 1 + self.sent_segments / 1_000_000
@@ -129,7 +130,7 @@ pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
 const BUSY_CONNECTION_READ_TIMEOUT: Duration = Duration::from_secs(5);
 const SERVER_COUNT: u16 = 4;
 const DOWNLOADER_COUNT: u32 = 4;
-/// Interval between two changes of the pool, each of which drains or undrains a server.
+/// Interval between two changes of the server pool. Each change drains or undrains a server.
 const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
 /// Runs the conformance test in a new testbed named `instance`. Fails when the setup fails. Broken connections are part
@@ -151,7 +152,7 @@ pub fn run_conformance_test(instance: &str, options: ConformanceArgs) -> anyhow:
     run_with_coreward(&testbed, options, tcp_without_coreward)
 }
 
-/// Runs the load of the test without coreward: the load balancer's kernel routes each connection to a server by a hash
+/// Runs the load of the test without coreward. The load balancer's kernel routes each connection to a server by a hash
 /// (ECMP). The returned counters show the losses and retransmissions that the machine itself causes.
 fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::Result<TcpCounterGrowth> {
     let set_forwarding_sysctl = |value: &str| match options.network.family {
@@ -225,7 +226,7 @@ fn run_with_coreward(
     })
 }
 
-/// Runs wrk and the downloads with an idle and a busy connection at the same time. Sets `stop_flag` when all clients
+/// Runs wrk and the downloads, and at the same time an idle and a busy connection. Sets `stop_flag` when all clients
 /// have ended or one fails. Returns an outcome with only the clients' results.
 fn measure_clients(
     testbed: &Testbed,
@@ -343,7 +344,7 @@ pub fn write_busy_times(path: &Path, busy_times_ns: &[u64]) -> anyhow::Result<()
     busy_file.write_all(&file_bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Writes a random busy time for every core ten times a second, until `stop_flag` is set.
+/// Adds a random time to every core's busy time ten times a second and writes the results, until `stop_flag` is set.
 pub(crate) fn write_random_busy_times(testbed: &Testbed, stop_flag: &AtomicBool) -> anyhow::Result<()> {
     const BUSY_TIME_WRITE_INTERVAL: Duration = Duration::from_millis(100);
     let mut rng = seeded_rng(testbed.options().rss_key_seed, 5);
@@ -384,7 +385,7 @@ fn drain_servers_in_turn(
     Ok(())
 }
 
-/// Returns the response time of the first request after a connection was idle for `idle_duration` (ms).
+/// Leaves a connection idle for `idle_duration`, and returns the response time of the next request (ms).
 fn measure_idle_connection(service: SocketAddr, idle_duration: Duration) -> anyhow::Result<u64> {
     let mut connection = HttpConnection::open_to(service, None)?;
     let worker_before_silence = connection.query_worker().context("before the silence")?;
@@ -402,7 +403,7 @@ fn measure_idle_connection(service: SocketAddr, idle_duration: Duration) -> anyh
     Ok(start.elapsed().as_millis() as u64)
 }
 
-/// Reads a slow response for `duration`. Returns the number of bytes received.
+/// Reads a slow response for `duration` on a busy connection. Returns the number of bytes received.
 fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u64> {
     let mut stream = HttpConnection::open_to(service, None)?.request_file(SLOW_FILE_PATH)?;
     stream.set_read_timeout(Some(BUSY_CONNECTION_READ_TIMEOUT))?;
@@ -418,7 +419,7 @@ fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::R
     Ok(received)
 }
 
-/// Runs wrk for `seconds` seconds. Returns the numbers of its requests and of its errors.
+/// Runs wrk for `seconds` seconds. Returns the number of requests and the number of errors.
 fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
@@ -427,7 +428,7 @@ fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     parse_wrk_output(&String::from_utf8(output.stdout)?)
 }
 
-/// Returns the numbers of requests and errors in wrk's output, which mentions errors only if they occurred.
+/// Returns the numbers of requests and errors in wrk's output. If the output mentions no errors, their number is 0.
 pub(crate) fn parse_wrk_output(text: &str) -> anyhow::Result<(u64, u64)> {
     let request_count = text.lines().find_map(|line| line.trim().split_once(" requests in ")?.0.parse().ok());
     let sum_of_numbers = |line: &str| -> u64 {
@@ -440,7 +441,7 @@ pub(crate) fn parse_wrk_output(text: &str) -> anyhow::Result<(u64, u64)> {
     Ok((request_count.with_context(|| format!("wrk printed no requests: {text}"))?, error_counts.sum()))
 }
 
-/// Downloads a file `count` times. Returns the number of complete downloads, and the errors of failed downloads.
+/// Downloads a file `count` times. Returns the number of complete downloads, and the error messages of failed ones.
 fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
     let (remaining_downloads, complete_downloads) = (AtomicU64::new(count.into()), AtomicU64::new(0));
     let download_errors = std::sync::Mutex::new(Vec::new());
@@ -509,8 +510,7 @@ mod tests {
         let output_without_errors = "  120 requests in 2.00s, 3.00MB read\nRequests/sec: 60\n";
         assert_eq!(parse_wrk_output(output_without_errors).unwrap(), (120, 0));
         let output_with_errors = "  120 requests in 2.00s, 3.00MB read\n  Socket errors: connect 1, read 20, write 0, \
-                                  timeout 3\n  \
-                   Non-2xx or 3xx responses: 7\n";
+                                  timeout 3\n  Non-2xx or 3xx responses: 7\n";
         assert_eq!(parse_wrk_output(output_with_errors).unwrap(), (120, 31));
         assert!(parse_wrk_output("unable to connect").is_err());
     }

@@ -12,7 +12,7 @@ pub const DATA_TIMEOUT_NS: u64 = 30_000_000_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct BrokenConnectionCounts {
-    /// Number of refused connections. The server that got their SYN had no listening socket.
+    /// Number of refused connections. The server that got the SYN had no listening socket.
     pub refused: u64,
     /// Number of established connections that ended with an RST, for example after a packet to a wrong server.
     pub reset: u64,
@@ -20,8 +20,7 @@ pub struct BrokenConnectionCounts {
     pub timed_out: u64,
     /// Number of connections that ended with a FIN before the last response.
     pub closed_early: u64,
-    /// Number of connections whose response belonged to another request, or came from another server or core than
-    /// before.
+    /// Number of connections that got a response to a different request, or from another server or core than before.
     pub wrong_answer: u64,
     /// Number of connections with other errors, such as a missing route.
     pub other_errors: u64,
@@ -32,7 +31,8 @@ impl BrokenConnectionCounts {
         let Self { refused, reset, timed_out, closed_early, wrong_answer, other_errors: other } = self;
         refused + reset + timed_out + closed_early + wrong_answer + other
     }
-    /// Counts a failed connection. Logs an unexpected failure with the index of its connection.
+    /// Counts a failed connection by the kind of its failure. Logs an unexpected failure with the index of the
+    /// connection.
     pub(crate) fn count_failure(&mut self, failure: &ConnectionFailure, connection_index: usize) {
         let failure_count = match failure {
             ConnectionFailure::ClosedEarly => &mut self.closed_early,

@@ -14,7 +14,7 @@ use crate::topology::Testbed;
 
 const CONTAINER_ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
 const CONTAINER_PORT: u16 = 8080;
-/// Body of each response that the container sends.
+/// Body of the container's HTTP responses.
 pub const CONTAINER_RESPONSE_BODY: &str = "contained";
 
 /// Container that serves the testbed's service on one server. Its network namespace ends with its process.
@@ -25,8 +25,8 @@ pub struct ServiceContainer {
 }
 
 impl Testbed {
-    /// Starts a container at a server, which forwards the service's packets to it. Fails when the server does not
-    /// exist, or when a command fails.
+    /// Starts a container at server number `server`, which forwards the service's packets to it. Fails when the server
+    /// does not exist, or when a command fails.
     pub fn start_container(&self, server: u16) -> anyhow::Result<ServiceContainer> {
         let directory = self.directory().join(format!("container-s{server}"));
         fs::create_dir_all(&directory)?;

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 
 use anyhow::{Context as _, bail};
 
-/// Emulated core with a queue of requests. It computes when each request ends, but executes none.
+/// Emulated core with a queue of requests. It computes when each request would end, but executes none.
 #[derive(Debug, Default)]
 pub(crate) struct VirtualCore {
     /// Total service time of all requests accepted so far (ns).
@@ -17,7 +17,8 @@ pub(crate) struct VirtualCore {
 }
 
 impl VirtualCore {
-    /// Queues a request that arrives at `now_ns`. Returns the time when the request will end (ns).
+    /// Queues a request that arrives at `now_ns` and takes `service_ns`. Returns the time when the request will end
+    /// (ns).
     pub(crate) fn enqueue_request(&mut self, now_ns: u64, service_ns: u64) -> u64 {
         self.accepted_service_ns += service_ns;
         self.busy_until_ns = self.busy_until_ns.max(now_ns) + service_ns;
@@ -29,8 +30,8 @@ impl VirtualCore {
         self.busy_until_ns > now_ns
     }
 
-    /// Returns the core's total busy time until `now_ns` (ns). The busy time is the accepted service time minus the
-    /// time until the last request ends, because a core with queued requests is never idle.
+    /// Returns the core's total busy time until `now_ns` (ns). It is the total accepted service time minus the time
+    /// until the last request ends, because a core with queued requests is never idle.
     pub(crate) fn total_busy_ns(&self, now_ns: u64) -> u64 {
         self.accepted_service_ns - self.busy_until_ns.saturating_sub(now_ns)
     }
@@ -60,13 +61,13 @@ impl SharedCounterFile {
         self.counters
     }
 
-    /// Removes the file's temporary path. Only workers, which have mapped the file, can use it afterwards.
+    /// Removes the file's temporary path. Afterwards only workers that have mapped the file can use it.
     pub(crate) fn unlink(&self) -> anyhow::Result<()> {
         fs::remove_file(&self.temporary_path)
             .with_context(|| format!("cannot remove {}", self.temporary_path.display()))
     }
 
-    /// Moves the file to its final path `path`. The existence of this path shows that the server's sockets listen.
+    /// Moves the file to its final path `path`, whose existence shows that the server's sockets listen.
     pub(crate) fn publish(&self, path: &Path) -> anyhow::Result<()> {
         fs::rename(&self.temporary_path, path)
             .with_context(|| format!("cannot make the core load file {}", path.display()))

@@ -7,20 +7,21 @@ use anyhow::{Context as _, ensure};
 
 use crate::namespace::NetworkNamespace;
 
-/// Absolute values of the kernel's network counters, by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...).
+/// Absolute values of the kernel's network counters. Their names are those of nstat (`TcpRetransSegs`,
+/// `TcpExtPAWSEstab` ...).
 pub type KernelNetworkCounters = BTreeMap<String, u64>;
 
-/// Names of the counters of segments that the kernel dropped because of their timestamps. They grow if coreward writes
-/// wrong timestamps.
+/// Names of the kernel's counters for segments that it dropped because of their timestamps. They grow if coreward
+/// writes wrong timestamps.
 pub const TIMESTAMP_DROP_COUNTERS: [&str; 4] =
     ["TcpExtPAWSActive", PAWS_ESTABLISHED_DROP_COUNTER, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
 
-/// Name of the counter of data segments of established connections that failed the PAWS check (RFC 7323). It includes
+/// Name of the counter of established connections' data segments that failed the PAWS check (RFC 7323). It includes
 /// segments whose TSval is more than a tick older than that of a segment received before.
 pub const PAWS_ESTABLISHED_DROP_COUNTER: &str = "TcpExtPAWSEstab";
 
 /// Name of the counter of pure acknowledgements that arrived after a newer segment, because veth reorders packets under
-/// load. Since Linux 6.14 the kernel counts them separately, because PAWS has not failed (net/ipv4/tcp_input.c,
+/// load. They do not fail PAWS, so Linux has counted them separately since 6.14 (net/ipv4/tcp_input.c,
 /// tcp_disordered_ack_check).
 pub const PAWS_OLD_ACK_COUNTER: &str = "TcpExtPAWSOldAck";
 
@@ -38,13 +39,13 @@ pub fn read_kernel_counters(namespace: &NetworkNamespace) -> anyhow::Result<Kern
     })
 }
 
-/// Returns the sum of a counter over several namespaces. A counter that the kernel lacks counts as 0.
+/// Returns the sum of one counter over several namespaces. A counter that the kernel lacks counts as 0.
 pub fn sum_counter_over_namespaces(namespace_counters: &[KernelNetworkCounters], name: &str) -> u64 {
     namespace_counters.iter().filter_map(|counters| counters.get(name)).sum()
 }
 
-/// Adds the counters in `text` to `counters`. In each pair of lines, the first has the names and the second the values
-/// (`Tcp: Name Name ...`, `Tcp: 1 2 ...`).
+/// Adds the kernel's counters in `text` to `counters`. In each pair of lines, the first has the names and the second
+/// the values (`Tcp: Name Name ...`, `Tcp: 1 2 ...`).
 fn parse_counters(text: &str, counters: &mut KernelNetworkCounters) -> anyhow::Result<()> {
     let lines: Vec<&str> = text.lines().collect();
     for line_pair in lines.chunks(2) {

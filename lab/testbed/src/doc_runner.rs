@@ -14,9 +14,9 @@ use crate::namespace::NetworkNamespace;
 use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
-/// Maximum run time of a shell block (s).
+/// Maximum run time of a document's shell block (s).
 const BLOCK_TIMEOUT_S: &str = "90";
-/// Path at which an emulated machine mounts the testbed's directory, because the machine has its own `/run`.
+/// Path at which an emulated machine mounts the testbed's directory, because the machine's `/run` is private.
 const MACHINE_MOUNT_PATH: &str = "/mnt";
 /// Id of the user `coreward`, which the packages create.
 const COREWARD_USER_ID: u32 = 64_007;
@@ -26,7 +26,7 @@ const MACHINE_LIFETIME_SECONDS: &str = "600";
 pub struct ShellBlock {
     /// Line number of the block in the document, counted from 1.
     pub line_number: usize,
-    /// Names of the machines on which the block runs, one after the other.
+    /// Names of the machines on which the block runs, in this order.
     pub machine_names: Vec<String>,
     pub shell_commands: String,
 }
@@ -47,8 +47,8 @@ pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
     Ok(blocks)
 }
 
-/// Emulated machine that a document's commands name. It consists of a network namespace of the testbed and of its own
-/// mount namespace, which exists as long as a sleeping process.
+/// Emulated machine that a document's commands name. It consists of a network namespace of the testbed and a mount
+/// namespace, which exists as long as a sleeping process.
 #[derive(Debug)]
 pub struct DocumentMachine {
     name: String,
@@ -83,7 +83,7 @@ impl DocumentMachine {
         Ok(Self { name: name.to_owned(), namespace_holder })
     }
 
-    /// Runs the commands of a block and returns their output. Fails with that output when a command fails.
+    /// Runs the commands of a block and returns their output. Fails with their output when a command fails.
     pub fn run_shell_block(&self, block: &ShellBlock, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([
@@ -114,7 +114,7 @@ impl DocumentMachine {
     }
 }
 
-/// Writes `coreward` and substitutes for systemctl and scp into `command_directory`.
+/// Writes `coreward` and replacements for systemctl and scp into `command_directory`.
 fn install_commands(command_directory: &Path) -> anyhow::Result<()> {
     std::os::unix::fs::symlink(coreward_binary_path()?, command_directory.join("coreward"))?;
     let scp_script = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);

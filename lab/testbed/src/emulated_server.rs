@@ -22,10 +22,11 @@ use socket2::{Domain, Socket, Type};
 
 use crate::core_load_file::VirtualCore;
 
-/// Length of each accept queue, enough for a burst of connections to one core. Its limit is net.core.somaxconn (4096).
+/// Length of each listening socket's accept queue, enough for a burst of connections to one core. Its limit is
+/// net.core.somaxconn (4096).
 const ACCEPT_QUEUE_LENGTH: i32 = 4096;
 
-/// Returns a listening socket. With `reuse_port`, other sockets may listen on the same address.
+/// Returns a listening TCP socket. With `reuse_port`, other sockets may listen on the same address.
 pub(crate) fn open_listener(address: SocketAddr, reuse_port: bool) -> anyhow::Result<TcpListener> {
     let open_socket = || -> io::Result<TcpListener> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
@@ -42,32 +43,33 @@ pub(crate) fn open_listener(address: SocketAddr, reuse_port: bool) -> anyhow::Re
 /// Protocol by which an emulated server communicates with its clients.
 pub(crate) trait EmulatedServerProtocol {
     type ConnectionState: Default;
-    /// Whether the server closes a connection when the client stops sending or the response is complete.
+    /// Whether the server closes a connection once the client stops sending or the response is complete.
     const CLOSES_AFTER_RESPONSE: bool;
-    /// Service time for accepting a connection (ns).
+    /// Core time for accepting a connection (ns).
     const ACCEPT_SERVICE_NS: u64;
-    /// Maximum age of the busy time in the core load file while a core is busy (ns). Each update costs a wake-up.
+    /// Maximum age of a busy core's entry in the core load file (ns). Each update costs a wake-up.
     const PUBLISH_INTERVAL_NS: u64;
 
-    /// Parses received bytes and queues the packets of responses. Returns whether the bytes are a request or part of
-    /// one.
+    /// Parses received bytes and queues the packets of responses. Returns whether the bytes are a valid request or part
+    /// of a request.
     fn receive_bytes(&self, state: &mut Self::ConnectionState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
 
-    /// Appends the contents of the response's packet `id` to `packet`.
+    /// Appends the contents of packet `id` of the response to `packet`.
     fn write_packet(&self, state: &Self::ConnectionState, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
 }
 
-/// Packet of a response that will be sent later. Packets are ordered by due time.
+/// Response packet that will be sent later. Packets are ordered by due time.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct ResponsePacket {
     due_ns: u64,
-    /// Sequence number of queueing, by which packets that are due at the same time are ordered.
+    /// Sequence number, which increases with each queued packet. It orders packets that are due at the same time.
     queue_sequence: u64,
     connection_id: u64,
     packet_id: u32,
 }
 
-/// Interface of a core for one connection. The protocol uses it to queue work for the core and packets for the client.
+/// Interface of a core for one connection, through which the protocol queues work for the core and packets for the
+/// client.
 pub(crate) struct ResponseQueue<'a> {
     pub(crate) now_ns: u64,
     virtual_core: &'a mut VirtualCore,
@@ -78,7 +80,7 @@ pub(crate) struct ResponseQueue<'a> {
 }
 
 impl ResponseQueue<'_> {
-    /// Queues work for the core. Returns the time at which it will be done (ns).
+    /// Queues work of `service_ns` for the core. Returns the time at which it will be done (ns).
     pub(crate) fn queue_work(&mut self, service_ns: u64) -> u64 {
         self.virtual_core.enqueue_request(self.now_ns, service_ns)
     }
@@ -99,7 +101,7 @@ impl ResponseQueue<'_> {
 pub(crate) struct EmulatedCore<'a> {
     listener: &'a TcpListener,
     virtual_core: VirtualCore,
-    /// Busy time of the core (ns), as an entry of the core load file.
+    /// Busy time of the core (ns), stored in the core load file.
     published_busy_ns: &'a AtomicU64,
 }
 
@@ -140,7 +142,7 @@ impl<'a, P: EmulatedServerProtocol> ServerEventLoop<'a, P> {
         Ok(Self { protocol, cores, epoll, connections, next_connection_id, packets, next_queue_sequence: 0 })
     }
 
-    /// Serves connections and returns only after an error.
+    /// Serves connections indefinitely, and returns only after an error.
     pub(crate) fn run(mut self) -> anyhow::Result<Infallible> {
         loop {
             self.process_due_events()?;
@@ -253,8 +255,8 @@ impl<'a, P: EmulatedServerProtocol> ServerEventLoop<'a, P> {
     }
 }
 
-/// Forks worker process `number` of a server. The worker is named `coreN`, calls `work` and ends with its parent, the
-/// master. Fails when the master has several threads.
+/// Forks worker process `number` of a server. The worker is named `coreN`, calls `work`, and ends when its parent (the
+/// master) ends. Fails when the master has several threads.
 pub(crate) fn fork_worker(
     server: &str,
     number: u8,

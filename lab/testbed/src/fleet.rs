@@ -53,7 +53,7 @@ pub struct Fleet {
     rack_controllers: BTreeMap<u16, TestbedProcess>,
     load_balancers: BTreeMap<u16, TestbedProcess>,
     agents: BTreeMap<u16, TestbedProcess>,
-    /// Path of the executable of each daemon that does not run [`coreward_binary_path`], by name of the daemon.
+    /// Executables of daemons that do not run [`coreward_binary_path`], by name of the daemon.
     binary_overrides: BTreeMap<String, PathBuf>,
 }
 
@@ -129,9 +129,8 @@ impl Fleet {
         Ok(number)
     }
 
-    /// Simulates a power failure of a load balancer by removing its daemon, data plane and pins. The routers detect the
-    /// failure after `detection_time`, and packets to the load balancer are lost until then. Fails when the load
-    /// balancer does not exist.
+    /// Restarts a load balancer without any state, as after a kernel crash. Packets to it are lost until it has tables
+    /// again. Fails when the load balancer does not exist, or is not ready in time.
     pub fn kill_load_balancer(
         &mut self,
         testbed: &mut Testbed,
@@ -153,7 +152,7 @@ impl Fleet {
         self.wait_until_ready(testbed)
     }
 
-    /// Stops a daemon regularly and starts a new process that continues with its state, as an upgrade does. Fails when
+    /// Stops a daemon gracefully and starts a new process that continues with its state, as in an upgrade. Fails when
     /// the daemon does not exist, stop or start.
     pub fn upgrade_daemon(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         let exit_status = self.daemon_process(name)?.terminate(*DEFAULT_TIMEOUT)?;
@@ -179,16 +178,16 @@ impl Fleet {
         Ok(())
     }
 
-    /// Writes a new server pool into the controller's file and makes the controller reload the file. Fails when the
-    /// file cannot be written or the controller has ended.
+    /// Writes a new server pool into the controller's file, and makes the controller reload it. Fails when the file
+    /// cannot be written or the controller has ended.
     pub fn set_server_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, ServerAdminState>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
         self.server_pool = pool;
         self.daemon_process(&controller_name(1))?.send_signal(Signal::SIGHUP)
     }
 
-    /// Restarts a daemon with another coreward binary, or with the default binary if `binary` is `None`. Later restarts
-    /// use the same binary. Fails when the daemon does not exist, stop or start.
+    /// Restarts a daemon with the executable `binary`, or with the default one if it is `None`. Later restarts use the
+    /// same executable. Fails when the daemon does not exist, stop or start.
     pub fn replace_daemon_binary(
         &mut self,
         testbed: &Testbed,
@@ -220,7 +219,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Applies a fleet document as soon as one of the controllers is the leader.
+    /// Applies the fleet document in the file `document` as soon as one of the controllers is the leader.
     fn apply_document(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
         let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         loop {
@@ -232,7 +231,7 @@ impl Fleet {
         }
     }
 
-    /// Runs `coreward ARGUMENTS` against the leading controller and returns its output.
+    /// Runs `coreward` with these arguments against the leading controller, and returns its output.
     fn run_operator_command(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
         let command = build_operator_command_for(testbed, self.controllers.keys().copied(), arguments)?;
         Ok(testbed.run_command(testbed.controller(), command)?.stdout)
@@ -263,8 +262,8 @@ impl Fleet {
         &self.options
     }
 
-    /// Writes the controller's file with new `options` and makes the controller reload the file. Fails when the file
-    /// cannot be written or the controller has ended.
+    /// Writes the controller's configuration file with new `options`, and makes the controller reload it. Fails when
+    /// the file cannot be written or the controller has ended.
     pub fn set_fleet_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
         self.set_server_pool(testbed, self.server_pool.clone())
@@ -317,7 +316,7 @@ impl Fleet {
         Ok(serde_json::from_slice(&self.run_operator_command(testbed, &["status", "--format", "json"])?)?)
     }
 
-    /// Waits until every active server in the pool with an agent reports, and until the load balancers' tables have all
+    /// Waits until every active server in the pool that has an agent reports, and all load balancers' tables have all
     /// servers that accept new connections. Fails after [`DEFAULT_TIMEOUT`] with the last lines of the daemons' logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         self.wait_until_check_succeeds(testbed, || self.check_ready(testbed))

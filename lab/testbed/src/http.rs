@@ -9,7 +9,7 @@ use anyhow::{Context as _, ensure};
 use crate::addresses::SERVICE_ADDRESS;
 use crate::nginx::WORKER_IDENTITY_PATH;
 
-/// Timeout for opening a connection, and for each response.
+/// Timeout for opening an HTTP connection, and for each response.
 const HTTP_RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,15 +18,15 @@ pub struct WorkerIdentity {
     pub worker_pid: u32,
 }
 
-/// Persistent HTTP connection to the service.
+/// Persistent HTTP connection from a client to a service.
 #[derive(Debug)]
 pub struct HttpConnection {
     stream: BufReader<TcpStream>,
 }
 
 impl HttpConnection {
-    /// Opens a connection to the service, from `source` if given. Must be called inside the client's namespace. Fails
-    /// when the connection is not accepted in time.
+    /// Opens a connection to the testbed's service, from `source` if given. Must be called inside the client's
+    /// namespace. Fails when the connection is not accepted in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         Self::open_to(SERVICE_ADDRESS.into(), source.map(Into::into))
     }
@@ -70,7 +70,7 @@ impl HttpConnection {
     }
 
     /// Returns whether the connection's packets have TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS
-    /// of linux/tcp.h). Fails when the kernel does not report this.
+    /// of linux/tcp.h). Fails when the kernel does not report tcp_info.
     pub fn has_timestamps(&self) -> anyhow::Result<bool> {
         use std::os::fd::AsRawFd as _;
         const TCPI_OPT_TIMESTAMPS: u8 = 1;
@@ -93,8 +93,8 @@ impl HttpConnection {
         Ok(connection_info.tcpi_options & TCPI_OPT_TIMESTAMPS != 0)
     }
 
-    /// Sends a request for the file `path` and returns the stream, from which the caller reads the response. Fails when
-    /// the connection is broken.
+    /// Requests the file `path` and returns the stream, from which the caller reads the response. Fails when the
+    /// connection is broken.
     pub fn request_file(mut self, path: &str) -> anyhow::Result<TcpStream> {
         self.send_request(path)?;
         Ok(self.stream.into_inner())

@@ -14,15 +14,16 @@ use crate::namespace::{self, NetworkNamespace};
 const RUN_DIRECTORY: &str = "/run/coreward-testbed";
 const BPF_FILESYSTEM_PATH: &str = "/sys/fs/bpf";
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward-testbed";
-/// Name of the file in the testbed's directory that the owner locks. The file contains the owner's process id.
+/// Name of the file in the testbed's directory that the owning process locks. The file contains that process's id.
 const OWNER_FILE_NAME: &str = "owner";
 /// Maximum length of a testbed name. It keeps namespace names readable, and socket paths below the limit of 107 bytes.
 const NAME_LENGTH_MAX: usize = 40;
-/// Environment variable with a prefix of all testbed names, so that two checkouts can run tests on one machine.
+/// Environment variable with a prefix of all testbed names. Two checkouts with different prefixes can run tests on one
+/// machine.
 const NAME_PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
 
-/// Ownership of a testbed's name, by a lock on the testbed's owner file. The kernel releases the lock when the process
-/// ends.
+/// Ownership of a testbed's name, by a lock on the testbed's owner file. The kernel releases the lock when the owning
+/// process ends.
 #[derive(Debug)]
 pub(crate) struct TestbedInstance {
     /// Full name of the testbed, which includes the prefix.
@@ -110,7 +111,7 @@ impl Drop for TestbedInstance {
 }
 
 /// Returns a testbed name that is unique to this process, so that two processes can run `command` at the same time.
-/// Removes the remains of testbeds of killed processes with the same command. Fails when a removal fails.
+/// Removes the remains of killed testbeds with the same command. Fails when a removal fails.
 pub fn unique_testbed_name(command: &str) -> anyhow::Result<String> {
     let has_pid_after_command = |name: &String| {
         let pid_text = name.strip_prefix(&with_name_prefix(command)).unwrap_or_default();
@@ -177,13 +178,13 @@ fn testbed_pin_directory(name: &str) -> PathBuf {
     Path::new(PIN_DIRECTORY).join(name)
 }
 
-/// Returns the prefix of a testbed's namespaces. Names have no dash, so that no prefix is the start of another.
+/// Returns the prefix of a testbed's namespace names. Testbed names have no dash, so no prefix is the start of another.
 fn namespace_name_prefix(name: &str) -> String {
     format!("cw{name}-")
 }
 
-/// Returns the process id of the owner of testbed `name`, or `None` if it has no running owner. Does not lock the file,
-/// so that another process can acquire the name.
+/// Returns the process id of the owner of testbed `name`, or `None` if it has no running owner. Does not lock the owner
+/// file, so another process can acquire the name.
 fn find_running_owner_pid(name: &str) -> Option<String> {
     let owner_file_path = testbed_directory(name).join(OWNER_FILE_NAME);
     let owner_file = File::open(&owner_file_path).ok()?;
@@ -226,7 +227,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
 }
 
 /// Returns the description of an exclusive lock of a whole file, for fcntl(2). The lock belongs to the open file, so
-/// that not even the same process can acquire a name twice.
+/// even the same process cannot acquire a name twice.
 fn build_exclusive_file_lock() -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,

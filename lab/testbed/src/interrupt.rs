@@ -14,7 +14,7 @@ extern "C" fn record_signal(_signal: i32) {
     request_interruption();
 }
 
-/// Makes [`ensure_not_interrupted`] fail, as SIGINT does.
+/// Requests an interruption, after which [`ensure_not_interrupted`] fails as after SIGINT.
 pub fn request_interruption() {
     IS_INTERRUPTION_REQUESTED.store(true, Ordering::Relaxed);
 }
@@ -27,7 +27,7 @@ pub fn catch_signals() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the calling forked child process ignore SIGINT, which its parent handles, and end at SIGTERM.
+/// Makes the calling process, a forked child, ignore SIGINT (which its parent handles) and end at SIGTERM.
 pub fn reset_signals_in_child() -> anyhow::Result<()> {
     set_signal_handler(Signal::SIGINT, SigHandler::SigIgn)?;
     set_signal_handler(Signal::SIGTERM, SigHandler::SigDfl)

@@ -22,7 +22,7 @@ use crate::connection_errors::{BrokenConnectionCounts, ConnectionFailure, DATA_T
 use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
 use coreward_load::paced::{PACED_MESSAGE_BYTES, PacedMessageBuffer, PacedRequest, PacedResponse};
 
-/// Interval between searches for timed-out connections (ns).
+/// Interval between checks for timed-out connections (ns).
 const TIMEOUT_CHECK_INTERVAL_NS: u64 = 500_000_000;
 /// Time from the start of the replay to time 0 of the arrival log, if no start time is given (ns).
 const START_DELAY_NS: u64 = 50_000_000;
@@ -44,7 +44,7 @@ pub struct LoadClientArgs {
     pub start_at: Option<u64>,
 }
 
-/// Results of an arrival log's replay, printed as JSON.
+/// Results of replaying an arrival log, printed as JSON.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct LoadReport {
     pub opened: u64,
@@ -53,12 +53,12 @@ pub struct LoadReport {
     /// Numbers of broken connections, by kind.
     pub broken: BrokenConnectionCounts,
     pub answered_requests: u64,
-    /// Latency of requests, from the due time to the response.
+    /// Latency of requests, from a request's due time to its response.
     pub latency_us: DelayStatisticsUs,
     /// Lateness of the load generator, from a request's due time to its send time, on open connections. If it exceeds a
     /// millisecond, the machine is too busy for a measurement.
     pub lateness_us: DelayStatisticsUs,
-    /// Number of connections that each core of each server answered.
+    /// Number of connections that were answered by each core of each server.
     pub connections_by_core: Vec<CoreConnectionCount>,
 }
 
@@ -80,7 +80,7 @@ impl From<&Histogram<u64>> for DelayStatisticsUs {
 /// Number of connections that one core of a server answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CoreConnectionCount {
-    /// Number of the server, which its responses contain.
+    /// Number of the server, taken from its responses.
     pub server: u8,
     /// Number of the core within the server.
     pub core: u8,
@@ -139,7 +139,7 @@ pub(crate) fn new_delay_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(60_000_000, 3)?)
 }
 
-/// Returns a non-blocking TCP socket that is bound to `source_address` but not yet connected.
+/// Returns a non-blocking TCP socket that is bound to `source_address` and not connected.
 fn bind_client_socket(source_address: SocketAddr) -> anyhow::Result<Socket> {
     let socket = Socket::new(Domain::for_address(source_address), Type::STREAM, None)?;
     // An earlier connection from this port may still be in TIME-WAIT.
@@ -155,12 +155,12 @@ struct LoadConnection {
     stream: TcpStream,
     is_connected: bool,
     message_buffer: PacedMessageBuffer,
-    /// Number of requests that were due so far. `answered_request_count` <= `sent_request_count` <=
+    /// Number of requests that have been due so far. `answered_request_count` <= `sent_request_count` <=
     /// `due_request_count`.
     due_request_count: u32,
     sent_request_count: u32,
     answered_request_count: u32,
-    /// Numbers of the server and core that sent the first response. All other responses must come from the same core.
+    /// Numbers of the server and core that sent the first response. All further responses must come from this core.
     serving_core: Option<(u8, u8)>,
 }
 
@@ -170,9 +170,9 @@ struct LoadClient<'a> {
     first_address: IpAddr,
     start_ns: u64,
     epoll: Epoll,
-    /// Open connections, by their index in the arrival log.
+    /// Open connections, by index in the arrival log.
     connections: HashMap<usize, LoadConnection>,
-    /// Next request of each open connection, as (due time (ns), connection index), earliest first.
+    /// Next request of each open connection, as (due time (ns), connection index). The earliest comes first.
     next_requests: BinaryHeap<Reverse<(u64, usize)>>,
     next_arrival_index: usize,
     next_timeout_check_ns: u64,
@@ -191,7 +191,7 @@ impl LoadClient<'_> {
         self.start_ns + self.connection_arrival(connection_index).request_due_us(request_index) * 1_000
     }
 
-    /// Waits for the next event and processes all events that are due. Returns false when the replay is finished.
+    /// Waits for the next event, and processes all events that are due. Returns false when the replay is finished.
     fn process_due_events(&mut self) -> anyhow::Result<bool> {
         let next_arrival_ns = (self.next_arrival_index < self.arrival_log.arrivals.len())
             .then(|| self.request_due_ns(self.next_arrival_index, 0));
@@ -228,7 +228,7 @@ impl LoadClient<'_> {
         Ok(true)
     }
 
-    /// Opens the connection with this index in the arrival log, from the source address and port in the log.
+    /// Opens the connection with this index in the arrival log. Its source address and port are those in the log.
     fn open_connection(&mut self, connection_index: usize) -> anyhow::Result<()> {
         let arrival = *self.connection_arrival(connection_index);
         let source_address =
@@ -317,8 +317,8 @@ impl LoadClient<'_> {
         }
     }
 
-    /// Reads all available responses. A short read means that the socket is empty (epoll(7), question 9), unless the
-    /// end of the stream follows the data.
+    /// Reads all available responses. A short read means that no data is left in the socket (epoll(7), question 9),
+    /// unless the end of the stream follows the data.
     fn receive_responses(&mut self, connection_index: usize, is_stream_ended: bool) -> Result<(), ConnectionFailure> {
         let now_ns = now_ns();
         let (start_ns, arrival) = (self.start_ns, self.arrival_log.arrivals[connection_index]);

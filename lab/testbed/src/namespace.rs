@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, bail};
 use nix::sched::{CloneFlags, setns};
 
-/// Directory in which `ip netns` keeps the named network namespaces.
+/// Directory in which `ip netns` creates the files of named network namespaces.
 const NETNS_DIRECTORY: &str = "/run/netns";
 
 /// Network namespace created by `ip netns add`.
@@ -33,8 +33,8 @@ impl NetworkNamespace {
         Path::new(NETNS_DIRECTORY).join(&self.name)
     }
 
-    /// Runs `action` in a new thread inside the namespace. The caller's thread stays in its own namespace. Fails when
-    /// the namespace does not exist or cannot be entered, or when `action` fails.
+    /// Runs `action` in a new thread inside the namespace. The caller's thread stays in its own. Fails when the
+    /// namespace does not exist or cannot be entered, or when `action` fails.
     pub fn run_within<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
         let namespace_file = self.open_file()?;
         std::thread::scope(|scope| {
@@ -47,7 +47,7 @@ impl NetworkNamespace {
         })
     }
 
-    /// Sets sysctls of this namespace. `settings` are pairs (path, value), whose value is written to
+    /// Sets sysctls of this namespace. `settings` has pairs (path, value), and each value is written to
     /// `/proc/sys/net/PATH`. Fails with the sysctl's path when a sysctl cannot be written.
     pub fn set_sysctls(&self, settings: &[(&str, &str)]) -> anyhow::Result<()> {
         self.run_within(|| {
@@ -80,7 +80,7 @@ impl NetworkNamespace {
         run_ip_batch(None, &format!("netns delete {}\n", self.name))
     }
 
-    /// Kills every process in this namespace. Identifies the processes by their namespace, not by names or pids.
+    /// Kills every process in this namespace. Processes are identified by their namespace, not by names or pids.
     fn kill_processes(&self) -> anyhow::Result<()> {
         use std::os::unix::fs::MetadataExt as _;
         let Ok(namespace_metadata) = self.open_file()?.metadata() else { return Ok(()) };
@@ -115,8 +115,8 @@ fn is_zombie_process(pid: i32) -> bool {
     process_stat.rsplit_once(')').is_none_or(|(_, stat_fields)| stat_fields.trim_start().starts_with(['Z', 'X']))
 }
 
-/// Sends SIGKILL to process `pid` if `must_be_killed` returns true. A pidfd ensures that the pid is not reused between
-/// the check and the signal.
+/// Sends SIGKILL to process `pid` if `must_be_killed` returns true. A pidfd prevents the pid's reuse between the check
+/// and the signal.
 fn kill_process_if(pid: i32, must_be_killed: impl Fn() -> bool) {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let pidfd_number = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };

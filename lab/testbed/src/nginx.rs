@@ -21,7 +21,7 @@ pub const SLOW_FILE_PATH: &str = "/slow";
 /// Path whose response contains the server's number and the worker's process id.
 pub const WORKER_IDENTITY_PATH: &str = "/who";
 
-/// Running nginx processes on a server. Dropping this value ends them.
+/// Running nginx processes on a server. Dropping this value ends the processes.
 #[derive(Debug)]
 pub struct NginxServer {
     master_process: TestbedProcess,

@@ -29,7 +29,7 @@ use crate::key_value::store::{InMemoryStore, KeyValueDatabase, MAX_ADDED_PAIR_CO
 use core_clock::CoreClock;
 
 const POLL_OR_RECONNECT_INTERVAL: Duration = Duration::from_millis(20);
-/// Maximum duration of a `yield_point` call that serves no other request.
+/// Maximum duration of a `yield_point` call in which no other request is served.
 const MAX_EMPTY_YIELD_TIME: Duration = Duration::from_micros(1);
 
 /// Options of `coreward-lab testbed orchestrated-server`.
@@ -156,7 +156,7 @@ impl RequestHandler for CoreRequestHandler<'_> {
     }
 }
 
-/// Keeps the core busy for `time`, in addition to the time of requests that preempt this one.
+/// Keeps the core busy with the present request for `time`, not counting the time of requests that preempt it.
 fn keep_core_busy_for(time: Duration, context: &mut serve::HandlerContext<'_>) {
     let mut deadline = Instant::now() + time;
     loop {
@@ -180,8 +180,8 @@ fn open_database(args: &OrchestratedServerArgs) -> anyhow::Result<Box<dyn KeyVal
     })
 }
 
-/// Serves requests until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON. Fails
-/// when signals cannot be handled, or when the database cannot be opened.
+/// Serves requests until SIGINT or SIGTERM, and then prints the number of requests that each core served, as JSON.
+/// Fails when signals cannot be handled, or when the database cannot be opened.
 pub fn run_orchestrated_server(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let database = open_database(args)?;
@@ -212,7 +212,8 @@ pub fn run_orchestrated_server(args: &OrchestratedServerArgs) -> anyhow::Result<
     Ok(())
 }
 
-/// Waits for SIGINT or SIGTERM. Moves the core load file to its final path as soon as all cores are connected.
+/// Waits for SIGINT or SIGTERM. In the meantime, moves the core load file to its final path as soon as all cores are
+/// connected.
 fn wait_for_signal(args: &OrchestratedServerArgs, shared_state: &SharedServerState) -> anyhow::Result<()> {
     let mut unpublished_file = shared_state.core_load_file.as_ref().zip(args.busy_file.as_ref());
     while interrupt::ensure_not_interrupted().is_ok() {
@@ -226,7 +227,7 @@ fn wait_for_signal(args: &OrchestratedServerArgs, shared_state: &SharedServerSta
     Ok(())
 }
 
-/// Serves the requests of a core, and reconnects after each error. Returns the number of served requests.
+/// Serves the requests of one core, and reconnects after each error. Returns the number of requests served.
 fn serve_core(
     args: &OrchestratedServerArgs,
     core: u16,
@@ -280,7 +281,7 @@ fn connect_and_serve(
     worker.serve(server, args.serve_options(), stop_flag)
 }
 
-/// Enables the load monitor of service 0 on a worker.
+/// Enables the load monitor of service 0 on this worker.
 fn enable_load_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
     let epoch_length = EpochLength::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
     let scale_down = ScaleDownCondition { epoch_length, max_calm_queue_length: 0, required_calm_epochs: 4 };

@@ -56,7 +56,7 @@ pub fn run_paced_server(args: &PacedServerArgs) -> anyhow::Result<()> {
     bail!("a worker of the paced server ended: {ended_child:?}");
 }
 
-/// Protocol of one core of a paced server.
+/// Protocol by which one core of a paced server communicates with its clients.
 struct PacedServerProtocol {
     server_number: u8,
     core_number: u8,
@@ -66,8 +66,8 @@ impl EmulatedServerProtocol for PacedServerProtocol {
     type ConnectionState = PacedMessageBuffer;
     const CLOSES_AFTER_RESPONSE: bool = false;
     const ACCEPT_SERVICE_NS: u64 = 0;
-    /// Maximum age of a busy time (ns), which is 4 % of a report interval of 100 ms. A request in the demo (7.5 ms)
-    /// thus needs only one additional wake-up.
+    /// Maximum age of the busy time in the core load file (ns), 4 % of a report interval of 100 ms. A request in the
+    /// demo (7.5 ms) thus needs only one additional wake-up.
     const PUBLISH_INTERVAL_NS: u64 = 4_000_000;
 
     fn receive_bytes(&self, messages: &mut PacedMessageBuffer, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
@@ -92,7 +92,7 @@ impl EmulatedServerProtocol for PacedServerProtocol {
     }
 }
 
-/// Running paced server on a server of the testbed, which is killed when dropped.
+/// Running paced server on a server of the testbed. Dropping this value kills it.
 #[derive(Debug)]
 pub struct PacedServer {
     master_process: TestbedProcess,

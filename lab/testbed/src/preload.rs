@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::Context as _;
 
-/// Contents of the shared library that build.rs compiles from fault_shim.c.
+/// Contents of the shared library that build.rs compiles from fault_shim.c. It emulates faults of wall clock and disk.
 const FAULT_LIBRARY_BYTES: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
 /// Position of the clock offset in the faults file (bytes). The file contains `struct faults` of fault_shim.c, which is
 /// two 64-bit numbers.
@@ -38,13 +38,13 @@ impl PreloadedFaults {
         self.write_fault_value(daemon, CLOCK_OFFSET_FILE_POSITION, offset_ns)
     }
 
-    /// Sets whether a daemon's writes at a file offset (pwrite(2)) and extensions of files fail, as on a full disk.
-    /// Fails when the daemon was never started.
+    /// Sets whether a daemon's writes at a file offset (pwrite(2)) and extensions of files fail, as they do on a full
+    /// disk. Fails when the daemon was never started.
     pub fn set_disk_full(&self, daemon: &str, is_full: bool) -> anyhow::Result<()> {
         self.write_fault_value(daemon, DISK_FULL_FILE_POSITION, is_full.into())
     }
 
-    /// Makes the process of `command` load the fault library, with the faults of `daemon`.
+    /// Makes the process of `command` load the fault library, which emulates the faults set for `daemon`.
     pub(crate) fn preload_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
         let faults_path = self.faults_file_path(daemon);
         let write_empty_faults = || -> io::Result<()> {
@@ -75,7 +75,7 @@ impl PreloadedFaults {
 mod tests {
     use super::*;
 
-    /// Returns the time that `date` prints under a daemon's faults (s).
+    /// Runs `date` with a daemon's faults, and returns the printed time (s since 1970).
     fn read_date(preload: &PreloadedFaults) -> i64 {
         let mut command = Command::new("date");
         preload.preload_faults("d", command.arg("+%s")).unwrap();
@@ -94,7 +94,7 @@ mod tests {
         assert!(preloaded_faults.set_clock_offset("nobody", 1).is_err());
     }
 
-    /// Checks that a fault affects truncate(1), which extends files by ftruncate(2), until the fault ends.
+    /// Checks that a disk fault makes truncate(1) fail, which extends files by ftruncate(2), until the fault ends.
     #[test]
     fn disk_fault_affects_only_its_daemon() {
         let directory = tempfile::tempdir().unwrap();

@@ -14,15 +14,15 @@ use serde::de::DeserializeOwned;
 
 use crate::namespace::NetworkNamespace;
 
-/// Timeout for conditions that hold soon in the absence of faults. It is 60 s, or `COREWARD_TEST_TIMEOUT` (s) of the
-/// environment. A wait ends as soon as its condition holds, so a long timeout costs no time.
+/// Timeout for conditions that hold soon in the absence of faults. It is 60 s, or the environment variable
+/// `COREWARD_TEST_TIMEOUT` (s). A wait ends as soon as its condition holds, so a long timeout costs no time.
 pub static DEFAULT_TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
     let seconds = std::env::var("COREWARD_TEST_TIMEOUT").ok();
     let seconds = seconds.map(|text| text.parse().expect("COREWARD_TEST_TIMEOUT: expected a whole number of seconds"));
     Duration::from_secs(seconds.unwrap_or(60))
 });
 
-/// Running child process, which is killed when dropped.
+/// Running child process. Dropping this value kills the process.
 #[derive(Debug)]
 pub struct TestbedProcess {
     child: Child,
@@ -31,8 +31,8 @@ pub struct TestbedProcess {
 
 impl TestbedProcess {
     /// Starts `command` in `namespace`. The kernel kills the process when the caller's *thread* ends
-    /// (PR_SET_PDEATHSIG), so that no process remains after a killed testbed. Call it from a thread that lives as long
-    /// as the process should. Fails when the namespace cannot be opened or the program cannot be started.
+    /// (PR_SET_PDEATHSIG), so that no process remains after a killed testbed. The calling thread must live as long as
+    /// the process should. Fails when the namespace cannot be opened or the program cannot be started.
     pub fn spawn(namespace: &NetworkNamespace, mut command: Command) -> anyhow::Result<Self> {
         enter_namespace_before_exec(namespace, &mut command)?;
         let program_name = command.get_program().to_string_lossy().into_owned();
@@ -76,9 +76,8 @@ impl TestbedProcess {
         }
     }
 
-    /// Waits until the process has created `file`, as servers do when they listen. `description` is the name of the
-    /// process in errors. Fails when the process ends first, or when the file is still missing after
-    /// [`DEFAULT_TIMEOUT`].
+    /// Waits until the process has created `file`, as servers do when they listen. `description` names the process in
+    /// errors. Fails when the process ends first, or when the file is still missing after [`DEFAULT_TIMEOUT`].
     pub fn wait_for_file(&mut self, description: &str, file: &Path) -> anyhow::Result<()> {
         let deadline = Instant::now() + *DEFAULT_TIMEOUT;
         while !file.exists() {
@@ -119,8 +118,8 @@ impl Drop for TestbedProcess {
     }
 }
 
-/// Runs `command` in `namespace` until it ends, and returns its output. Fails when it cannot be started. Fails with its
-/// stderr when it does not exit with 0.
+/// Runs `command` in `namespace` until it ends, and returns its output. Fails when it cannot be started. Fails with the
+/// command's stderr when its exit status is not 0.
 pub fn run_command_in_namespace(namespace: &NetworkNamespace, mut command: Command) -> anyhow::Result<Output> {
     enter_namespace_before_exec(namespace, &mut command)?;
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
@@ -131,9 +130,9 @@ pub fn run_command_in_namespace(namespace: &NetworkNamespace, mut command: Comma
     Ok(output)
 }
 
-/// Makes the command start in the namespace and in a new process group. Otherwise nginx could reload unexpectedly,
-/// because the kernel sends SIGHUP to a group that has a stopped process and loses its shell (kernel/exit.c,
-/// kill_orphaned_pgrp).
+/// Makes the command start in the namespace and in a new process group. The kernel sends SIGHUP to a group that has a
+/// stopped process and loses its shell (kernel/exit.c, kill_orphaned_pgrp). In the caller's group, nginx could
+/// therefore reload unexpectedly.
 fn enter_namespace_before_exec(namespace: &NetworkNamespace, command: &mut Command) -> anyhow::Result<()> {
     command.process_group(0);
     let namespace_file = namespace.open_file()?;

@@ -33,7 +33,7 @@ pub(crate) mod skeletons {
     }
 }
 
-/// Priority of the RSS emulation's tc program, which makes it run after the access port's program.
+/// Priority of the tc program that emulates RSS, which makes it run after the access port's program.
 const RSS_TC_PRIORITY: u32 = 2;
 
 /// Attaches the program that emulates RSS at the egress of `port` in `switch`, and pins its registers at `pin_path`.
@@ -53,7 +53,7 @@ pub(crate) fn attach_rss_emulation(
         .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
 }
 
-/// Writes the key and the indirection table into the emulated registers, as the agent does with `manage_rss = true`.
+/// Writes RSS key and indirection table into the emulated NIC registers, as the agent does with `manage_rss = true`.
 /// Fails when `pin_path` is not a pinned map of registers, or when the key does not have 40 bytes.
 pub fn write_registers(pin_path: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let generation = read_register_map(pin_path)?.mapping.generation.wrapping_add(1);
@@ -62,15 +62,15 @@ pub fn write_registers(pin_path: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Adds `shift` to the indirection table indices of open TCP connections, until registers are written again. A NIC's
-/// flow director has this effect (ATR of ixgbe and i40e). Fails when `pin_path` is not a pinned map of registers.
+/// Adds `shift` to the indirection table indices of open TCP connections, until the registers are written again. A
+/// NIC's flow director has this effect (ATR of ixgbe and i40e). Fails when `pin_path` is not a pinned map of registers.
 pub fn shift_established_connections(pin_path: &Path, shift: u32) -> anyhow::Result<()> {
     let registers = intf::emulated_rss { established_shift: shift, ..*read_register_map(pin_path)? };
     Ok(open_register_map(pin_path)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
 }
 
-/// Reads key and indirection table from the emulated registers. Fails when `pin_path` is not a pinned map of registers,
-/// or has no table.
+/// Reads RSS key and indirection table from the emulated NIC registers. Fails when `pin_path` is not a pinned map of
+/// registers, or has no table.
 pub fn read_registers(pin_path: &Path) -> anyhow::Result<RssConfig> {
     Ok(RssConfig::from_emulated_registers(&*read_register_map(pin_path)?)?)
 }
@@ -88,8 +88,8 @@ fn read_register_map(pin_path: &Path) -> anyhow::Result<Box<intf::emulated_rss>>
     Ok(Box::new(registers.map_err(|_| anyhow::anyhow!("{} does not hold an emulated RSS", pin_path.display()))?))
 }
 
-/// Attaches a native XDP program that passes all frames. A switch's port needs it to receive frames that its peer sends
-/// by XDP_TX (see xdp_pass.bpf.c). Fails when the device does not support native XDP.
+/// Attaches a native XDP program that passes all frames. A switch port needs the program to receive frames that its
+/// peer sends by XDP_TX (see xdp_pass.bpf.c). Fails when the device does not support native XDP.
 pub fn attach_xdp_pass(namespace: &NetworkNamespace, device: &str) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open_skeleton = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
@@ -125,8 +125,8 @@ impl ReceiveQueueRecorder {
         Ok(Self { flow_map: MapHandle::try_from(&loaded_skeleton.maps.received_flows)? })
     }
 
-    /// Returns the receive queue and the hash of a flow's last frame, as the kernel reports them, or `None` without a
-    /// frame or queue. Fails when the map cannot be read.
+    /// Returns the receive queue and the hash of a flow's last frame, as the kernel reports them. Returns `None` if
+    /// there is no frame or queue. Fails when the map cannot be read.
     pub fn queue_and_hash(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
         let mut flow_key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
         flow_key[..flow.bytes().len()].copy_from_slice(&flow.bytes());
@@ -137,7 +137,7 @@ impl ReceiveQueueRecorder {
     }
 }
 
-/// Attaches a tc program by clsact instead of tcx, because clsact exists before Linux 6.6 and ends with the device.
+/// Attaches a tc program by clsact instead of tcx. Clsact also exists before Linux 6.6, and ends with the device.
 pub(crate) fn attach_tc_program(
     namespace: &NetworkNamespace,
     device: &str,

@@ -17,11 +17,11 @@ use crate::topology::{Testbed, create_namespaces};
 const SERVER_ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 4, 1);
 const ROUTER_ADDRESS_AT_SERVERS: Ipv4Addr = Ipv4Addr::new(10, 1, 1, 254);
 const SERVER_NETWORK_PREFIX: Ipv4Prefix = (Ipv4Addr::new(10, 1, 1, 0), 24);
-/// Name of the router's device in the servers' network.
+/// Name of the router's network device on the servers' side.
 const SERVER_SIDE_DEVICE: &str = "servers";
 
 impl Testbed {
-    /// Creates the router in front of the servers and the bridge that connects the servers, if the testbed has them.
+    /// If the testbed has a router in front of the servers, creates it and the bridge that connects the servers.
     pub(crate) fn create_server_router(&self) -> anyhow::Result<()> {
         let Some(router) = self.server_router() else { return Ok(()) };
         create_namespaces(&[router])?;
@@ -63,7 +63,7 @@ impl Testbed {
         }
     }
 
-    /// Returns `ip` commands for the route to the servers behind the router.
+    /// Returns `ip` commands that add the route to the servers behind the router.
     pub(crate) fn server_subnet_route_commands(&self) -> String {
         match self.server_router() {
             None => String::new(),

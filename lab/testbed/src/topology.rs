@@ -37,8 +37,8 @@ pub use options::{TestbedOptions, TestbedVlans};
 /// Number of the [`seeded_rng`] stream from which the initial RSS keys of emulated NICs are drawn.
 const RNG_STREAM_NIC_KEY: u64 = 3;
 
-/// Running testbed. Dropping it removes its processes, namespaces, pins and files. After a SIGKILL, the next testbed
-/// with the same name removes them.
+/// Running testbed. Dropping this value removes its processes, namespaces, pins and files. After a SIGKILL, the next
+/// testbed with the same name removes them.
 #[derive(Debug)]
 pub struct Testbed {
     options: TestbedOptions,
@@ -56,7 +56,7 @@ pub struct Testbed {
     servers: Vec<Option<NetworkNamespace>>,
 }
 
-/// Returns the reason, as one sentence, for which this process cannot create a testbed, or `None` if it can.
+/// Returns the reason why this process cannot create a testbed, as one sentence, or `None` if it can.
 pub fn find_missing_privilege() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some(
@@ -78,8 +78,8 @@ pub fn find_missing_privilege() -> Option<String> {
     map_result.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
 }
 
-/// Describes the rights that a test lacks to create a testbed, or returns `None` if it has all. scripts/test sets
-/// `COREWARD_WITHOUT_RIGHTS` when scripts/capabilities reports missing rights.
+/// Describes the rights that a test needs to create a testbed but lacks, or returns `None` if it has all. scripts/test
+/// sets `COREWARD_WITHOUT_RIGHTS` when scripts/capabilities reports missing rights.
 pub fn find_missing_testbed_rights() -> Option<String> {
     let reported_missing_rights = std::env::var_os("COREWARD_WITHOUT_RIGHTS");
     reported_missing_rights
@@ -201,7 +201,7 @@ impl Testbed {
         Ok(number)
     }
 
-    /// Kills a load balancer's processes and removes its host with all its pins, like a power failure. Packets to it
+    /// Kills a load balancer's processes and removes its host with all its pins, as in a power failure. Packets to it
     /// are lost until [`Testbed::route_vips_to_load_balancers`] is called. Fails when the load balancer does not exist.
     pub fn remove_load_balancer(&mut self, number: u16) -> anyhow::Result<()> {
         self.load_balancer(number)?;
@@ -212,8 +212,8 @@ impl Testbed {
         self.remove_load_balancer_pins(number)
     }
 
-    /// Removes all pins of a load balancer, like a restart of its machine, so that it no longer forwards packets. Fails
-    /// when a pin cannot be removed.
+    /// Removes all pins of a load balancer, as a restart of its machine does. It then forwards no packets. Fails when a
+    /// pin cannot be removed.
     pub fn remove_load_balancer_pins(&self, number: u16) -> anyhow::Result<()> {
         match std::fs::remove_dir_all(self.load_balancer_pin_directory(number)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
@@ -259,7 +259,7 @@ impl Testbed {
         Ok(number)
     }
 
-    /// Kills a server's processes and removes its host, like a power failure. Fails when the server does not exist.
+    /// Kills a server's processes and removes its host, as in a power failure. Fails when the server does not exist.
     pub fn remove_server(&mut self, number: u16) -> anyhow::Result<()> {
         self.server(number)?;
         let removed_host = self.servers[usize::from(number) - 1].take();
@@ -267,8 +267,8 @@ impl Testbed {
         Ok(std::fs::remove_dir_all(self.server_pin_directory(number))?)
     }
 
-    /// Connects a host with the switch's port `port` by a veth, which has `queues` receive queues at the host. Native
-    /// XDP there needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
+    /// Connects a host to the switch port `port` by a veth, which has `queues` receive queues at the host. For native
+    /// XDP at the host, they must be as many as the port's transmit queues (veth_xdp_set() in drivers/net/veth.c).
     pub(crate) fn connect_to_switch(
         &self,
         host: &NetworkNamespace,
@@ -311,8 +311,8 @@ impl Testbed {
         self.run_command(namespace, ethtool).map(drop)
     }
 
-    /// Returns the initial RSS settings of a NIC under Linux, which are a random key, and queue `i mod cores` in entry
-    /// `i` (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
+    /// Returns the initial RSS settings of a NIC under Linux: a random key, and queue `i mod cores` in entry `i` of the
+    /// indirection table (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
     fn default_nic_rss_config(&self, number: u16) -> anyhow::Result<RssConfig> {
         let core_count = u32::from(self.options.core_count);
         let table_queues: Vec<u32> =
@@ -404,7 +404,7 @@ impl Testbed {
         }
     }
 
-    /// Returns `ip` commands that add the route to a prefix via a router.
+    /// Returns `ip` commands that add a route to `prefix` via `router`.
     pub(crate) fn route_commands(&self, prefix: Ipv4Prefix, router: Ipv4Addr) -> String {
         let ipv4_command = format!("route add {}/{} via {router}\n", prefix.0, prefix.1);
         match self.has_ipv6() {
@@ -420,7 +420,7 @@ impl Testbed {
         if self.has_ipv6() { host.set_sysctls(&[("ipv6/conf/all/forwarding", "1")]) } else { Ok(()) }
     }
 
-    /// Enables IPv6 on the devices that a host will get, if the testbed uses IPv6. Link-local addresses are usable
+    /// If the testbed uses IPv6, enables it for the devices that a host will get. Link-local addresses are usable
     /// immediately, and router advertisements are ignored.
     pub(crate) fn enable_ipv6(&self, host: &NetworkNamespace) -> anyhow::Result<()> {
         if !self.has_ipv6() {
@@ -435,7 +435,7 @@ impl Testbed {
         Ok(())
     }
 
-    /// Returns the directory for configurations, logs and results, which is removed with the testbed.
+    /// Returns the directory for the testbed's configurations, logs and results, which is removed with the testbed.
     pub fn directory(&self) -> PathBuf {
         self.instance.directory()
     }
@@ -453,7 +453,7 @@ impl Testbed {
         self.pin_directory().join(load_balancer_name(number))
     }
 
-    /// Returns the path of the registers in a server's emulated NIC, which are a pinned map of `struct emulated_rss`.
+    /// Returns the path of the registers in a server's emulated NIC, a pinned map of `struct emulated_rss`.
     pub fn emulated_rss_path(&self, number: u16) -> PathBuf {
         self.server_pin_directory(number).join("emulated_rss")
     }
@@ -462,8 +462,8 @@ impl Testbed {
         self.instance.namespace(role)
     }
 
-    /// Creates a testbed without load balancing, where the client routes the VIP to the only server. Fails as
-    /// [`Testbed::create`] does.
+    /// Creates a testbed without load balancing, in which the client routes the VIP to the only server. Fails like
+    /// [`Testbed::create`].
     pub fn create_without_load_balancing(instance: &str) -> anyhow::Result<Self> {
         let instance = instance.to_owned();
         let testbed = Self::create(TestbedOptions {

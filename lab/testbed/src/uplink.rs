@@ -26,7 +26,7 @@ use crate::topology::{Testbed, create_namespaces};
 
 const IPV4_VIP_PREFIX: &str = "10.200.0.0/24";
 const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
-/// Name of the router's device on the client's side.
+/// Name of the router's network device on the client's side.
 pub const CLIENT_SIDE_DEVICE: &str = "client";
 const FIRST_CLIENT_HOST_NUMBER: u8 = 7;
 
@@ -42,8 +42,8 @@ impl Testbed {
         Ipv4Addr::new(10, second_octet, 0, FIRST_CLIENT_HOST_NUMBER + index as u8)
     }
 
-    /// Returns the host whose kernel selects a load balancer for each connection. The host is the router, or the client
-    /// if there is no router.
+    /// Returns the host whose kernel selects a load balancer for each connection: the router, or the client if there is
+    /// no router.
     pub fn ecmp_host(&self) -> &NetworkNamespace {
         self.client_router().unwrap_or(self.client())
     }
@@ -69,7 +69,7 @@ impl Testbed {
         run_ip_batch(Some(self.ecmp_host()), &route_commands)
     }
 
-    /// Creates the client's host and, if enabled, the router.
+    /// Creates the client's host, and the router in front of it if enabled.
     pub(crate) fn create_client_side(&self) -> anyhow::Result<()> {
         create_namespaces(&[self.client()])?;
         match self.client_router() {

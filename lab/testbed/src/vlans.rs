@@ -16,7 +16,7 @@ use crate::namespace::run_ip_batch;
 use crate::rss_emulation::{attach_tc_program, skeletons};
 use crate::topology::Testbed;
 
-/// Priority of the tc programs, which makes them run before the emulated NIC's program.
+/// Priority of the tc programs for VLANs, which makes them run before the emulated NIC's program.
 const VLAN_TC_PRIORITY: u32 = 1;
 
 impl Testbed {
@@ -31,7 +31,7 @@ impl Testbed {
         self.options().vlans.as_ref().map_or(0, |vlans| vlan_of_server(&vlans.server_vlans))
     }
 
-    /// Makes a port of the switch an access port of the VLAN, if the testbed has VLANs.
+    /// Makes a switch port an access port of the VLAN, if the testbed has VLANs.
     pub(crate) fn set_up_access_port(&self, port: &str, vlan: u16) -> anyhow::Result<()> {
         if self.options().vlans.is_none() {
             return Ok(());
@@ -44,7 +44,8 @@ impl Testbed {
         attach_tc_program(self.switch(), port, loaded_skeleton.progs.to_host.as_fd(), TC_EGRESS, VLAN_TC_PRIORITY)
     }
 
-    /// Makes a load balancer's port a trunk and adds its MAC address to the client's neighbours, if VLANs are enabled.
+    /// If the testbed has VLANs, makes a load balancer's switch port a trunk and adds its MAC address to the client's
+    /// neighbours.
     pub(crate) fn set_up_trunk_port(&self, number: u16, port: &str) -> anyhow::Result<()> {
         if self.options().vlans.is_none() {
             return Ok(());

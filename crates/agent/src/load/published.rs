@@ -43,7 +43,8 @@ impl LoadSource for PublishedLoadFile {
         self.try_append_busy_times(busy_ns).with_context(|| self.load_file_path.display().to_string())
     }
 
-    /// Makes the next read open the file again, because a restarted application creates a new file with the same name.
+    /// Ignores the CPUs, but makes the next read open the file again. A restarted application creates a new file with
+    /// the same name.
     fn set_queue_cpus(&mut self, _cpu_of_queue: &[usize]) {
         self.open_file = None;
     }

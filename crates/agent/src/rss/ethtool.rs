@@ -21,7 +21,7 @@ const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
 const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
 
-/// Flags of the hashed fields: source and destination IP address, and both halves of the ports.
+/// Flags of the hashed fields: source and destination IP address, source port, and destination port.
 const RXH_ADDRESSES_AND_PORTS: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
 /// Value of the hash function field that leaves the NIC's hash function unchanged.

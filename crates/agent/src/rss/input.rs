@@ -10,7 +10,7 @@ use coreward_model::tuple::address_from_words;
 
 use super::rss_verifier::{RssTableVerdict, RssTableVerifier};
 
-/// Search for the input transform with which RSS predicts the receive queues of the sampled packets correctly.
+/// Search for the NIC's input transform: the one that predicts the receive queues of the sampled packets correctly.
 #[derive(Debug, Default)]
 pub struct InputTransformSearch {
     transform_candidates: Vec<InputTransformCandidate>,

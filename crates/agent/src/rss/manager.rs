@@ -205,7 +205,7 @@ impl RssManager {
         self.receive_queue_count.max(1)
     }
 
-    /// Returns the number of changes of the settings so far, at least 1.
+    /// Returns the number of changes of the NIC's RSS settings that the agent has noticed so far, at least 1.
     pub fn settings_change_count(&self) -> u64 {
         self.settings_change_count
     }
@@ -216,8 +216,8 @@ impl RssManager {
     }
 }
 
-/// Returns whether the NIC has the desired settings. A NIC that accepts no key has none, and the NIC's key may be
-/// longer than the desired one.
+/// Returns whether the NIC has the desired settings. Keys are compared only if the NIC has one, and the NIC's key may
+/// have zeros after the desired key.
 fn matches_desired_settings(current_settings: &RssSettings, desired_settings: &RssSettings) -> bool {
     let desired_key = desired_settings.key.as_deref().unwrap_or_default();
     current_settings.indirection_table == desired_settings.indirection_table

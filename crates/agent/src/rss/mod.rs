@@ -72,7 +72,7 @@ impl RssSettings {
 }
 
 pub trait RssDevice: Send {
-    /// Returns the name of the source of the settings in reports: "ethtool" or "testbed emulation".
+    /// Returns the source of the settings, as reports name it: "ethtool" or "testbed emulation".
     fn settings_source_name(&self) -> &'static str;
 
     /// Returns the name of the NIC's network interface.

@@ -8,8 +8,8 @@ use coreward_model::rss::IndirectionTable;
 
 /// Natural logarithm of the odds at which the verifier decides on a verdict.
 const DECISION_LOG_ODDS: f64 = 13.8; // ln 10^6
-/// Expected fraction of SYNs on other queues even if the NIC uses the table, for example because of a rule for one
-/// flow.
+/// Expected fraction of SYNs on other queues than predicted, although the NIC uses the table. For example, a flow rule
+/// may redirect them.
 const EXPECTED_MISMATCH_FRACTION: f64 = 0.02;
 
 /// Verdict on whether the NIC uses the indirection table that its driver reports.

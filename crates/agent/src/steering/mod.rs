@@ -26,7 +26,7 @@ use coreward_model::ServiceAddress;
 
 use crate::config::SteeringMode;
 
-/// Maximum interval between two searches of the epoll sets, because workers may be pinned to other CPUs meanwhile.
+/// Maximum interval between two searches for workers. They are repeated because workers may be pinned to other CPUs.
 const MAX_EPOLL_SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Steering of the connections of all services on this server to workers. It remains active after this value is
@@ -219,8 +219,8 @@ impl SteeredService {
         Ok(())
     }
 
-    /// Returns whether a search of /proc is due. It is due if sockets or queues have changed since the incomplete
-    /// searches.
+    /// Returns whether to search /proc for workers: at once if sockets or queues have changed, or else if a retry is
+    /// due.
     fn is_search_due(&mut self, socket_inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
         let is_same_search =
             |old: &mut IncompleteWorkerSearch| old.socket_inodes == *socket_inodes && old.cpu_of_queue == cpu_of_queue;

@@ -9,7 +9,7 @@ use crate::support::{agent_config, create_testbed, http_get, reported_counter, t
 
 const PACKET_COUNTER_NAMES: [&str; 4] = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"];
 
-/// Asserts that the values of [`PACKET_COUNTER_NAMES`] before and after match eight stamped connections.
+/// Asserts that the counters in [`PACKET_COUNTER_NAMES`] have increased as expected after eight stamped connections.
 fn expect_eight_stamped_connections(counters_before: [u64; 4], counters_after: [u64; 4]) {
     // A repeated SYN adds one more handshake.
     assert!(

@@ -14,7 +14,7 @@ use crate::support::{
     CORE_COUNT, agent_config, create_testbed, http_get, reported_counter, test_agent_configuration, wait_until,
 };
 
-/// Sends requests from 32 source ports from `first_port`, 8 for each queue. The worker of the queue must answer them.
+/// Checks that the worker of each queue answers eight requests. Their source ports begin at `first_port`.
 fn check_worker_of_each_queue(testbed: &Testbed, first_port: u16, worker_pids: &[u32]) -> anyhow::Result<()> {
     let emulated_rss = read_registers(&testbed.emulated_rss_path(1))?;
     let mut requests_by_queue = [0; CORE_COUNT as usize];
@@ -34,8 +34,8 @@ fn check_worker_of_each_queue(testbed: &Testbed, first_port: u16, worker_pids: &
     Ok(())
 }
 
-/// Waits until there are that many workers. Returns their process ids in the order of their starts, which is the order
-/// of the kernel's list of children. The ids themselves may wrap, so that sorting them would not suffice.
+/// Waits until nginx has `worker_count` workers. Returns their process ids in the order of their starts, as the kernel
+/// lists the children. Sorting the ids would not suffice, because process ids may wrap.
 fn wait_for_workers(nginx: &NginxServer, worker_count: usize) -> anyhow::Result<Vec<u32>> {
     wait_until("the workers", || Ok(nginx.worker_pids().len() == worker_count))?;
     Ok(nginx.worker_pids())

@@ -18,7 +18,10 @@ use coreward_fleet::audit::MAX_AUDIT_ENTRIES;
     params(AuditQuery),
     responses((status = 200, description = "Changes and their authors", body = Audit))
 )]
-pub async fn audit(State(api): State<ApiState>, Query(query): Query<AuditQuery>) -> Result<JsonAnswer, Problem> {
+pub async fn get_audit_log(
+    State(api): State<ApiState>,
+    Query(query): Query<AuditQuery>,
+) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     if query.after > MAX_SAFE_INTEGER
         || query.limit.is_some_and(|limit| !(1..=MAX_AUDIT_ENTRIES).contains(&limit.into()))

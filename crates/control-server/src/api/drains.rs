@@ -22,7 +22,10 @@ use coreward_fleet::drains::{DrainError, DrainRequest};
          content_type = "application/problem+json"),
     )
 )]
-pub async fn drain_status(State(api): State<ApiState>, Path(name): Path<String>) -> Result<Json<DrainStatus>, Problem> {
+pub async fn get_drain_status(
+    State(api): State<ApiState>,
+    Path(name): Path<String>,
+) -> Result<Json<DrainStatus>, Problem> {
     find_drain_status(&*api.leader_state()?, &name).map(Json)
 }
 

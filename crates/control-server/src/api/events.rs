@@ -59,7 +59,8 @@ impl FleetEventLog {
         );
     }
 
-    /// Compares `overview` with the last call's, and records the differences as events at `wall_time` (since 1970).
+    /// Compares `overview` with that of the previous call, and records the differences as events at `wall_time` (since
+    /// 1970).
     pub fn record_overview_changes(&self, overview: &Overview, wall_time: Duration) {
         let mut last_overview = self.last_overview.lock();
         let new_events = match &*last_overview {

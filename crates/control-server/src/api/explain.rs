@@ -21,7 +21,7 @@ use coreward_controller::explain::{ExplainError, ExplainedPacket};
             content_type = "application/problem+json"),
     )
 )]
-pub async fn explain(State(api): State<ApiState>, Query(query): Query<Explain>) -> Result<JsonAnswer, Problem> {
+pub async fn explain_packet(State(api): State<ApiState>, Query(query): Query<Explain>) -> Result<JsonAnswer, Problem> {
     let service = ServiceAddress { vip_and_port: query.vip, protocol: query.protocol };
     let packet = to_explained_packet(query.packet, query.tsecr);
     let controller_state = api.leader_state()?;

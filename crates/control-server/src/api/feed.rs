@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
-/// Minimum time between two published documents of loads.
+/// Minimum time between two publications of the servers' loads to clients that watch the fleet.
 pub const MIN_LOADS_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of clients that watch the fleet at the same time.
 const MAX_WATCHERS: usize = 64;
@@ -77,7 +77,7 @@ fn publish_json(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
 }
 
 pub struct FleetWatcher {
-    /// Newest document of loads, which is replaced at most once per [`MIN_LOADS_INTERVAL`].
+    /// Receiver of the newest loads as a JSON document, which is replaced at most once per [`MIN_LOADS_INTERVAL`].
     pub loads_receiver: watch::Receiver<JsonText>,
     pub overview_receiver: watch::Receiver<JsonText>,
     _slot: OwnedSemaphorePermit,

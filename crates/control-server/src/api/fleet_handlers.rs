@@ -21,7 +21,7 @@ use coreward_fleet::records::FleetDocument;
 
 /// Active fleet document, as the operator wrote it
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "Fleet document", body = Fleet)))]
-pub async fn fleet(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
+pub async fn get_fleet(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     compute_answer(RequestWorkSize::Small, move || {
         let (document, file) = active_document_and_file(&controller_state);
@@ -52,7 +52,7 @@ fn check_document_name(name: &str) -> Result<(), Problem> {
     get, path = "/v1/fleet/acknowledgements",
     responses((status = 200, description = "Acknowledgements and rejections", body = Acknowledgements))
 )]
-pub async fn acknowledgements(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
+pub async fn get_acknowledgements(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     compute_answer(RequestWorkSize::Small, move || {
         Ok(controller_state.lock_controller().acknowledgements(controller_state.now()))

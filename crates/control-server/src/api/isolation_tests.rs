@@ -31,7 +31,7 @@ use coreward_store::embedded::EmbeddedStore;
 
 /// Maximum delay that one large request may cause for other requests and for placement tables.
 const MAX_REQUEST_DELAY: Duration = Duration::from_millis(20);
-/// Number of services that have every server. Other services have a few servers.
+/// Number of services that use every server. The other services use only a few servers.
 const LARGE_SERVICE_COUNT: usize = 8;
 
 /// Returns the fleet document of the largest fleet. `additional_line` distinguishes it from other such documents.
@@ -97,7 +97,8 @@ impl ApiThreadBusyTime {
     }
 }
 
-/// Measures the CPU time between yields of the API's thread. A due request waits at least as long as this future.
+/// Measures the CPU time between yields of the API's thread repeatedly. A request that becomes due meanwhile must wait
+/// for the next yield.
 async fn measure_thread_busy_time(api_thread: Arc<ApiThreadBusyTime>) {
     let read_thread_cpu_ns =
         || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
@@ -122,7 +123,8 @@ impl IsolationTestEnv {
         (response.status().as_u16(), response.bytes().await.unwrap().len())
     }
 
-    /// Sends the request. Returns a description of the response, and the delays by the API's thread and by the lock.
+    /// Sends the request. Returns a description of the response, and the longest delays of other work by the API's
+    /// thread and by the controller's lock.
     async fn measure_request(&self, request: &TestRequest) -> (String, Duration, Duration) {
         self.take_longest_lock_wait();
         self.api_thread.take_longest_busy_time().await;
@@ -216,7 +218,7 @@ fn server_list_of_maximum_size(server_json: &str) -> String {
     check_request_body(&server_json.repeat((MAX_FLEET_DOCUMENT_BYTES - 100) / json_byte_count))
 }
 
-/// Texts of which each, when repeated, fills a fleet document of the maximum size.
+/// Texts that are repeated to fill a fleet document of the maximum size, which contains copies of only one of them.
 const REPEATED_TOML_TEXTS: [&str; 15] = [
     "=\n",
     "a=1\n",

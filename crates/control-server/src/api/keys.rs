@@ -15,7 +15,7 @@ use crate::server::state_manager::RecordChange;
     get, path = "/v1/keys",
     responses((status = 200, description = "The keys, without the secrets", body = Keys))
 )]
-pub async fn keys(State(api): State<ApiState>) -> Result<Json<Keys>, Problem> {
+pub async fn get_keys(State(api): State<ApiState>) -> Result<Json<Keys>, Problem> {
     Ok(Json(api.leader_state()?.keys()))
 }
 

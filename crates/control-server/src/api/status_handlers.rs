@@ -29,7 +29,7 @@ pub async fn get_version() -> Json<Version> {
     get, path = "/v1/health",
     responses((status = 200, description = "State of this controller", body = Health))
 )]
-pub async fn health(State(api): State<ApiState>) -> Json<Health> {
+pub async fn get_health(State(api): State<ApiState>) -> Json<Health> {
     let state = match api.leader_state() {
         Ok(controller_state) if controller_state.are_tables_allowed() => HealthState::Ready,
         Ok(_) => HealthState::Settling,
@@ -155,7 +155,7 @@ pub async fn get_server(
     get, path = "/v1/load-balancers",
     responses((status = 200, description = "All load balancers", body = LoadBalancers))
 )]
-pub async fn load_balancers(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
+pub async fn get_load_balancers(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     compute_answer(RequestWorkSize::Small, move || {
         Ok(LoadBalancers { load_balancers: controller_state.load_balancers() })
@@ -173,7 +173,7 @@ pub async fn load_balancers(State(api): State<ApiState>) -> Result<JsonAnswer, P
          content_type = "application/problem+json"),
     )
 )]
-pub async fn load_balancer(State(api): State<ApiState>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
+pub async fn get_load_balancer(State(api): State<ApiState>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     compute_answer(RequestWorkSize::Small, move || {
         let balancer_status = controller_state.load_balancers().into_iter().find(|balancer| balancer.name == name);
@@ -184,7 +184,7 @@ pub async fn load_balancer(State(api): State<ApiState>, Path(name): Path<String>
 
 /// Load of every core of every server, and counters
 #[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "Loads and counters", body = Loads)))]
-pub async fn loads(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
+pub async fn get_loads(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     compute_answer(RequestWorkSize::Small, move || Ok(controller_state.loads())).await
 }
@@ -194,7 +194,7 @@ pub async fn loads(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     get, path = "/v1/tables",
     responses((status = 200, description = "Summary of each table", body = Tables))
 )]
-pub async fn tables(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
+pub async fn get_tables(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     compute_answer(RequestWorkSize::Small, move || {
         Ok(controller_state.lock_controller().table_summaries(controller_state.now()))
@@ -212,7 +212,7 @@ pub async fn tables(State(api): State<ApiState>) -> Result<JsonAnswer, Problem> 
          content_type = "application/problem+json"),
     )
 )]
-pub async fn table(State(api): State<ApiState>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
+pub async fn get_table(State(api): State<ApiState>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
     let controller_state = api.leader_state()?;
     compute_answer(RequestWorkSize::Small, move || {
         controller_state.table(&name).ok_or_else(|| Problem::not_found("table of service", &name))

@@ -32,7 +32,10 @@ const WATCHER_RECONNECT_DELAY: Duration = Duration::from_secs(1);
     params(EventsQuery),
     responses((status = 200, description = "Events", body = Events))
 )]
-pub async fn events(State(api): State<ApiState>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
+pub async fn get_events(
+    State(api): State<ApiState>,
+    Query(query): Query<EventsQuery>,
+) -> Result<Json<Events>, Problem> {
     api.leader_state()?;
     if query.after > MAX_SAFE_INTEGER
         || query.limit.is_some_and(|limit| !(1..=MAX_STORED_EVENTS).contains(&limit.into()))

@@ -50,12 +50,12 @@ metrics! {
 
 pub struct ControllerState {
     controller: Mutex<Controller>,
-    /// Leadership in etcd, or `None` if there is no other controller.
+    /// This controller's leadership in etcd, or `None` if no other controllers share its store.
     leadership: Option<Arc<Leadership>>,
     pub publisher: UpdatePublisher,
     tables_due_notification: Notify,
     table_budget: TableCpuBudget,
-    /// Number of changes of agents' configurations so far. Agents' streams wait until it changes.
+    /// Sender of the number of changes of agents' configurations so far. Agents' streams wait for the next change.
     agent_configuration_version_sender: watch::Sender<u64>,
     pub socket_query_relay: SocketQueryRelay,
     is_deposed_sender: watch::Sender<bool>,
@@ -308,7 +308,8 @@ impl ControllerState {
         }
     }
 
-    /// Calls `service_reader` for the service at `service_position`. Passes its pool if the controller has none cached.
+    /// Calls `service_reader` for the service at `service_position`. Also passes the service's server pool if the
+    /// controller has none cached.
     fn read_service<T>(
         &self,
         service_position: usize,
@@ -339,7 +340,8 @@ impl ControllerState {
         }
     }
 
-    /// Returns the service's pool if none is cached. Making it takes tens of ms for thousands of servers.
+    /// Makes the service's server pool, or returns `None` if one is cached. This takes tens of ms for thousands of
+    /// servers.
     fn make_uncached_pool(&self, service_position: usize, now: Now) -> Option<ServerPool> {
         if !self.lock_controller().needs_pool(service_position)? {
             return None;

@@ -82,8 +82,8 @@ async fn end_session(controller_state: &ControllerState, name: String, session: 
     }
 }
 
-/// Registers the load balancer, and returns its name and session. Its owner number and address are then sent to other
-/// load balancers.
+/// Registers the load balancer, and returns its name and session. Other load balancers are then sent its address, and
+/// the number that identifies it in cookies.
 async fn register_load_balancer(
     controller_state: &ControllerState,
     peer: &AuthenticatedPeer,

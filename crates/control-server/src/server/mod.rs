@@ -70,7 +70,8 @@ use table_scheduler::make_tables;
 const STREAM_ROLES: &[FleetRole] = &[FleetRole::Agent, FleetRole::Lb, FleetRole::Rack];
 /// Pause before a former leader takes part in the next election, so that another controller can win.
 const CAMPAIGN_PAUSE: Duration = Duration::from_secs(1);
-/// Maximum number of tables sent before a load balancer confirms one. It is low, because newer tables wait behind them.
+/// Maximum number of placement tables sent to a load balancer before it confirms one. It is low, because newer tables
+/// must wait behind them.
 const MAX_UNCONFIRMED_TABLES: usize = 4;
 /// Number of tasks after which tokio polls I/O and timers. A rack's message takes up to some hundred microseconds, so
 /// with tokio's default of 61 tasks, polls would be 10 ms apart.

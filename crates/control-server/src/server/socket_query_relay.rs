@@ -11,7 +11,8 @@ use tokio::sync::mpsc;
 /// Maximum number of queries that wait for one agent, with up to 256 connections each, and also of answers that wait
 /// for one load balancer.
 const MAX_QUEUED_MESSAGES: usize = 64;
-/// Maximum number of one agent's open queries, twice what all load balancers with a connection table send.
+/// Maximum number of one agent's open queries. It is twice the number that all load balancers with a connection table
+/// send.
 const MAX_OPEN_QUERIES: usize = 1024;
 
 /// Relay of socket queries and answers. It identifies both load balancers and agents by their sessions.

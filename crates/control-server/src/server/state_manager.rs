@@ -66,7 +66,7 @@ pub struct FleetStateCounters {
     pub is_store_writable: AtomicBool,
     pub write_count: AtomicU64,
     pub failed_write_count: AtomicU64,
-    /// Number of successful reloads of the files.
+    /// Number of successful reloads of the controller's and the fleet's files.
     pub reload_count: AtomicU64,
     pub failed_reload_count: AtomicU64,
     /// Whether the fleet's file was rejected when it was last read, so that the active configuration differs from it.

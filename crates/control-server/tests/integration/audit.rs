@@ -43,7 +43,7 @@ async fn connect_load_balancer(controller: &RunningController) -> mpsc::Sender<v
     sender
 }
 
-/// Waits until the API accepts further requests, because it limits the number of requests per second.
+/// Waits until the API accepts further requests, whose number per second is limited.
 async fn wait_for_rate_limit() {
     tokio::time::sleep(std::time::Duration::from_millis(60)).await;
 }

@@ -128,7 +128,7 @@ fn retry_pauses_are_random() {
     assert!(pauses.iter().any(|pause| *pause != pauses[0]));
 }
 
-/// gRPC server that answers every request with the same status, as a controller of a test.
+/// Controller of a test: a gRPC server that answers every request with the same status.
 #[derive(Clone)]
 struct FixedStatusServer(Status);
 

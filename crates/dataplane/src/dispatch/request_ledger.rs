@@ -25,7 +25,7 @@ type RequestTable = [u64; intf::DISPATCH_REQUESTS as usize];
 
 const MAX_WORKER_COUNT: usize = intf::MAX_DISPATCH_WORKERS as usize;
 const MAX_CLASS_COUNT: usize = intf::MAX_DISPATCH_CLASSES as usize;
-/// Initial expected service time of all request types. While it is equal for all types, `jlq` acts like `jsq`.
+/// Expected service time of a request type before it is learned. With equal times, the policy `jlq` acts like `jsq`.
 const INITIAL_SERVICE_TIME: Duration = Duration::from_micros(10);
 /// Mask of the flag bits in a worker's `work` word. The expected work is in the bits below them.
 const WORK_FLAGS_MASK: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
@@ -169,7 +169,7 @@ impl RequestLedger {
         *self.state.read(offset_of!(intf::dispatch_state, counters))
     }
 
-    /// Returns the counts of the worker in each slot that has or had one.
+    /// Returns the request counts of each slot that has or had a worker.
     pub fn worker_counts(&self) -> Vec<WorkerRequestCounts> {
         (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.worker_counts_of_slot(slot)).collect()
     }
@@ -313,8 +313,8 @@ impl RequestLedger {
     }
 
     /// Disables a worker that does not read its requests, or enables it when it reads again. The BPF programs also
-    /// enable a worker when it responds. They miss a response by another socket, and an emptied queue without
-    /// responses.
+    /// enable a worker when it responds. They do not notice a response through another socket, or a queue that was
+    /// emptied without responses.
     fn enable_or_disable_worker(&mut self, slot: u32, now: Duration, timeouts: &RequestTimeouts) {
         let response_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, responses));
         let completed_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, completed));

@@ -106,7 +106,7 @@ struct CaptureRecord {
 
 #[derive(Default)]
 struct CaptureRecords {
-    /// Arrival of the packet whose decision is not recorded yet, by CPU.
+    /// Records of arrived packets whose decision is not recorded yet, by CPU.
     arrivals_by_cpu: HashMap<i32, CaptureRecord>,
     arrival_decision_pairs: Vec<(CaptureRecord, CaptureRecord)>,
     lost_record_count: u64,

@@ -82,8 +82,8 @@ impl AtomicWordStorage for SharedTableMemory {
     }
 }
 
-/// Maps the BPF maps with the entries and the stacks of free entries into memory. Returns the connection table in that
-/// memory, which has `size`.
+/// Maps the two BPF maps of a connection table (entries, and stacks of free entries) into memory. Returns the table,
+/// whose size is `size`.
 pub(super) fn mmap_connection_table(
     entries: BorrowedFd<'_>,
     free_stacks: BorrowedFd<'_>,

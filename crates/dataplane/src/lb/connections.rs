@@ -231,8 +231,8 @@ impl LoadBalancer {
     }
 
     /// Sets the MAC address of the load balancer that owns a connection table. Packets whose cookies name an entry of
-    /// that table are sent to it. With `None`, that load balancer counts as lost. Its packets are then broadcast at a
-    /// separate rate ([`broadcast_limits`](super::LoadBalancerOptions::broadcast_limits)).
+    /// that table are sent to `mac`. With `None`, that load balancer counts as lost, and these packets are broadcast at
+    /// a separate rate ([`broadcast_limits`](super::LoadBalancerOptions::broadcast_limits)).
     pub fn set_owner_mac(&mut self, owner: TableOwnerNumber, mac: Option<MacAddress>) {
         let server_flags = intf::SERVER_KNOWN | if mac.is_some() { intf::SERVER_RESOLVED } else { 0 };
         let owner_entry = mac.map_or(0, MacAddress::to_word) | u64::from(server_flags) << SERVER_FLAGS_SHIFT;

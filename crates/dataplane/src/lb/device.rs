@@ -152,7 +152,7 @@ impl LoadBalancer {
     }
 
     /// Updates the program's copy of the attached interface's addresses and MTU. It must be called often, because the
-    /// program ignores frames to other MAC addresses than its copy. Fails when the interface was removed.
+    /// program ignores frames to any MAC address other than the copied one. Fails when the interface was removed.
     pub fn refresh_interface_addresses(&mut self) -> anyhow::Result<()> {
         let interface = self.attached_interface.as_deref().context("not attached")?;
         let interface_mac =

@@ -56,7 +56,7 @@ pub enum ServerClockState {
 }
 
 impl ServerClockState {
-    /// Returns the state's name in the controller's output.
+    /// Returns the state's name, as the controller prints it.
     pub fn name(self) -> &'static str {
         match self {
             ServerClockState::SharedClock => "known",
@@ -109,14 +109,12 @@ impl ServerClockMeasurements {
             }
             ServerClockState::NoTimestamps => Some(format!(
                 "none of its {} SYN-ACKs has TCP timestamps, so {FLOW_TABLE_FALLBACK_NOTE}: expected \
-                net.ipv4.tcp_timestamps = 1 \
-                 or 2 there",
+                 net.ipv4.tcp_timestamps = 1 or 2 there",
                 self.syn_ack_count
             )),
             ServerClockState::Unusable if self.is_newest_sample_unsteady => Some(format!(
                 "the TSval of its answers does not grow by 1 per ms, so {FLOW_TABLE_FALLBACK_NOTE}: expected a clock \
-                of 1 ms \
-                 (Linux has it, without `features tcp_usec_ts` in its routes)"
+                 of 1 ms (Linux has it, without `features tcp_usec_ts` in its routes)"
             )),
             ServerClockState::Unusable => Some(format!(
                 "{} of its {} SYN-ACKs have another clock than the one before, and no connection sent answers {} ms \
@@ -130,8 +128,8 @@ impl ServerClockMeasurements {
     }
 }
 
-/// Numbers of a service's packets on established connections, by the method that found their server. The service has
-/// LB-side stamping.
+/// Numbers of packets on established connections to a service with LB-side stamping, by the method that found the
+/// packets' server.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StampedPacketCounts {
     /// Number of packets whose server was found by their cookie.
@@ -169,8 +167,9 @@ impl LoadBalancer {
         key_activation::key_activation_time_ms(&previous_keys, new_keys, now_ms)
     }
 
-    /// Returns the timestamp clocks of a service's servers, sorted by server id. If two ids share a MAC address because
-    /// the operator changed the id, returns only the id that takes new connections. Fails when the map cannot be read.
+    /// Returns the measured timestamp clock of each server of a service, sorted by server id. If two ids share a MAC
+    /// address because the operator changed the id, returns only the id that takes new connections. Fails when the map
+    /// cannot be read.
     pub fn server_clock_measurements(
         &self,
         service: ServiceIndex,

@@ -24,8 +24,8 @@ struct PinnedLbProgram {
 }
 
 impl PinnedLbProgram {
-    /// Returns the program whose link and maps are pinned in `lb_directory`. If no link is pinned, removes pinned
-    /// maps.
+    /// Returns the program whose link and maps are pinned in `lb_directory`. If no link is pinned, removes pinned maps
+    /// and returns `None`.
     fn find(lb_directory: &Path) -> anyhow::Result<Option<Self>> {
         let Some(link) = XdpLink::open_pinned(&lb_directory.join("link"))? else {
             remove_unused_maps(lb_directory)?;
@@ -47,7 +47,7 @@ impl PinnedLbProgram {
     }
 }
 
-/// Removes pinned maps of an interrupted start or a removed link.
+/// Removes pinned maps that an interrupted start or a removed link has left.
 fn remove_unused_maps(lb_directory: &Path) -> anyhow::Result<()> {
     if !program::has_pinned_map(lb_directory) {
         return Ok(());

@@ -157,8 +157,8 @@ impl LoadBalancer {
     }
 }
 
-/// Returns the bit of the table's placement rule, or `None` if the table places no connections because it has no
-/// members.
+/// Returns the bit `1 << enum placement_rule` of the table's rule. Returns `None` if the table has no members and thus
+/// places no connections.
 fn table_rule_bit(table: &PlacementTable) -> Option<u32> {
     (!table.members.is_empty()).then(|| 1 << table.rule.bpf_number())
 }

@@ -22,7 +22,7 @@ use crate::lru;
 use crate::mmap_array::MmapArray;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
-/// Bit of the placement rule in the program while no service has a table. The first table most likely has this rule.
+/// Bit of the placement rule in the program before any service has a table. The first table most likely has this rule.
 const DEFAULT_RULE_BITS: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 const DEFAULT_MODE_BITS: u32 = 1 << intf::CONSISTENCY_STATELESS;
 const DEFAULT_FORWARDING_BITS: u32 = 1 << intf::FORWARDING_L2;
@@ -519,8 +519,8 @@ pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether the attached program, which may be of another version, counts in one row per CPU, as generic XDP
-/// requires.
+/// Returns whether the attached program, which may be of another version, has one row of counters per CPU, as generic
+/// XDP requires.
 pub(super) fn pinned_program_counts_by_cpu(directory: &Path) -> anyhow::Result<bool> {
     let state_path = directory.join("state");
     let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;

@@ -22,7 +22,8 @@ pub(super) fn resolved_mac_of_entry(entry: u64) -> Option<MacAddress> {
     (server_flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
 }
 
-/// Returns the offset of the word with a server's flags in a service, and the position of its lowest flag in that word.
+/// Returns the offset of the word with a server's flags in a service, and the position of the server's lowest flag in
+/// that word.
 fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
     let word_index = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
         + usize::from(id) / intf::SERVER_MEMBERS_PER_WORD as usize;

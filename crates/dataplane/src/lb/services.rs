@@ -43,11 +43,11 @@ pub enum ServiceSettingsError {
     /// The consistency mode needs TCP, because datagrams carry no cookie and servers cannot recognise UDP flows.
     #[error("service {0}: consistency {name:?} needs TCP: expected \"hash-table\" or \"none\"", name = .1.name())]
     NeedsTcp(ServiceAddress, ConsistencyMode),
-    /// LB-side stamping needs a stateless TCP service, because its cookie holds only a server id.
+    /// LB-side stamping needs a stateless TCP service, because it puts only a server id into the cookie.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
     NeedsStateless(ServiceAddress),
-    /// The service cannot migrate, because its servers could not recognise packets of connections that they do not
-    /// have.
+    /// The service cannot be migrated between load balancers, because its servers cannot recognise packets of
+    /// connections that they do not have.
     #[error(
         "service {0}: only TCP with consistency \"stateless\", \"stateful\" or \"hash-table\" and without timestamps \
          by the load balancer can be adopted or handed over"
@@ -81,7 +81,7 @@ fn encode_slot_number(index: ServiceIndex, mode: ServiceSettings) -> u32 {
     u32::from(index.0) | mode.service_slot_bits()
 }
 
-/// Decodes the index and the mode, except its forwarding, from a slot's number, or returns `None` if the slot is empty.
+/// Returns the service index and mode (without forwarding mode) in a slot's number, or `None` if the slot is empty.
 fn decode_slot_number(slot_number: u32) -> Option<(ServiceIndex, ServiceSettings)> {
     let service_index = (slot_number & intf::SERVICE_INDEX_MASK) as u16;
     let service_mode = ServiceSettings::from_service_slot_bits(slot_number & !intf::SERVICE_INDEX_MASK)?;

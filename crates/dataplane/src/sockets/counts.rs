@@ -120,7 +120,7 @@ fn build_socket_list_request(family: u8, state_bits: u32, port: u16) -> InetDiag
 }
 
 /// Reads a part of the list of sockets, and returns whether another part follows. If `may_lack_family` is set, a kernel
-/// without this address family is no error, and the list is then empty.
+/// without the list's address family is no error, and the list is then empty.
 fn read_list_part(
     socket: &OwnedFd,
     buffer: &mut [u8],

@@ -102,8 +102,8 @@ fn expect_busy_share_near_kernel_value(busy_share: f64, kernel_busy_share: f64, 
 }
 
 /// One CPU sends a UDP flood, which another, otherwise idle CPU receives in softirqs (RPS). The busy time must agree
-/// with the idle time in /proc/stat, which the kernel measures. The other columns are samples (docs/cost.md). The
-/// tolerance allows for interrupts without a tracepoint.
+/// with the idle time in /proc/stat, which the kernel measures. Other times in /proc/stat are only sampled
+/// (docs/cost.md). The tolerance allows for interrupts without a tracepoint.
 #[test]
 fn receiving_packets_counts_as_busy() {
     skip_if!(missing_bpf_rights());

@@ -118,7 +118,7 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
     );
 }
 
-/// Returns the limit of one packet per second with a burst of `burst` packets, so that few further packets pass.
+/// Returns a rate limit that passes a burst of `burst` packets, and then one packet per second.
 fn rate_limit_with_burst(burst: u32) -> PacketRateLimit {
     PacketRateLimit { packets_per_second: 1, burst_packets: burst }
 }

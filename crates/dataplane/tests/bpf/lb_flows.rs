@@ -232,7 +232,7 @@ fn forged_syn_does_not_move_an_open_connection() {
     );
 }
 
-/// A draining server may have an older connection with the same ports, to which the new server can forward packets.
+/// A draining server may have an older connection with the same ports. The new server can forward its packets there.
 #[test]
 fn syn_moved_from_draining_server_contains_it_as_previous() {
     skip_if!(missing_bpf_rights());

@@ -248,7 +248,7 @@ fn icmpv6_error_frame(
     ipv6_frame([router, VIP.0], &[], 58, &icmp_message)
 }
 
-/// Source of the ICMPv6 errors.
+/// Address of the router that sends the ICMPv6 errors.
 const ICMPV6_ROUTER_ADDRESS: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
 
 #[test]

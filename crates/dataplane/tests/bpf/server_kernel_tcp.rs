@@ -23,7 +23,7 @@ use crate::support::{
     tsval_offset,
 };
 
-/// Opens connections, transfers data both ways in large segments, and closes them, half of them by the server first.
+/// Opens connections, transfers data both ways, and closes the connections, half of them from the server's side.
 /// Asserts that all packets of the server carry its cookie.
 fn exchange_data_and_close(env: &ServerTestEnv, listener: &TcpListener) {
     let sniffer = PacketSniffer::new(env);

@@ -26,7 +26,7 @@ type ResponseAndStallTimeouts = [Duration; 2];
 const CONDITION_TIMEOUT: Duration = Duration::from_secs(60);
 const WORKER_ENV_VARIABLE: &str = "COREWARD_TEST_WORKER";
 
-/// First byte of a request that the worker answers with one copy of it. Four bytes with the request id follow.
+/// First byte of a request to which the worker responds with a copy of the request. The next four bytes are the id.
 const ECHO_REQUEST_TYPE: u8 = 0;
 const THREE_DATAGRAMS_REQUEST: u8 = 1;
 const NO_RESPONSE_REQUEST: u8 = 2;

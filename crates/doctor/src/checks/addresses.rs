@@ -115,8 +115,8 @@ pub fn check_segment_addresses(facts: &MachineFacts) -> Vec<Finding> {
     ]
 }
 
-/// Returns whether devices other than the services' device have addresses, for which ARP requests may arrive on the
-/// latter.
+/// Returns whether devices other than the services' device have addresses. ARP requests for them may arrive on the
+/// services' device.
 fn other_devices_have_addresses(facts: &MachineFacts) -> bool {
     let vips = facts.vips();
     facts

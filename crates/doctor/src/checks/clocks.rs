@@ -29,7 +29,7 @@ pub fn check_tcp_timestamps(facts: &MachineFacts) -> Vec<Finding> {
     )]
 }
 
-/// Slow clock sources, because each reading accesses a device.
+/// Clock sources that are slow, because each reading accesses a device, or coarse, because they count timer interrupts.
 const SLOW_CLOCK_SOURCES: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 
 pub fn check_clock_source(facts: &MachineFacts) -> Vec<Finding> {

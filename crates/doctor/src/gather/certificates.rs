@@ -5,8 +5,8 @@ use coreward_tls::{CredentialFiles, FleetRole as CertifiedRole, table};
 
 use crate::facts::{CertificateFacts, MachineRole};
 
-/// Returns facts about the daemon's certificates, which should contain the controller's name of this machine. Fails if
-/// the certificate files are unusable, so that the daemon could not start.
+/// Returns facts about the daemon's certificates, which should contain this machine's name in the fleet. Fails if the
+/// certificate files are unusable, so that the daemon could not start.
 pub(super) fn gather_certificates(
     role: MachineRole,
     files: Option<&CredentialFiles>,

@@ -329,12 +329,10 @@ fn etcd_requires_tls_and_valid_certificates() {
         &etcd_at_another_address.member.secure_endpoint(),
         &tls_options(&client_files, Some(&client_files)),
     );
-    // Until etcd has started, connections are refused.
-    let mut error_text = String::new();
+    // Until etcd has started, connections are refused, or time out on a busy machine.
     wait_until("another host", || {
-        error_text = read_leader_or_error(&cluster).unwrap_err();
+        let error_text = read_leader_or_error(&cluster).unwrap_err();
         println!("another host: {error_text}");
-        !error_text.contains("refused")
+        error_text.contains("192.0.2.1")
     });
-    assert!(error_text.contains("192.0.2.1"), "{error_text}");
 }

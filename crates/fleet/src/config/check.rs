@@ -162,7 +162,7 @@ impl ServiceChecker<'_> {
         services
     }
 
-    /// Checks a service, except that its name is unique. Returns `None` if a required value is missing or invalid.
+    /// Checks a service, but not whether its name is unique. Returns `None` if a required value is missing or invalid.
     fn check_service(
         &self,
         entry: &Spanned<FleetServiceTable>,

@@ -38,7 +38,7 @@ config_struct! {
         pub jitter: HealthCheckJitter = HealthCheckJitter::new(0.1).expect("from 0 to 1"),
         /// http, https: path and query of the request. By default, "/".
         pub path: Option<Spanned<HttpPath>>,
-        /// http, https: `HttpHost` header, and name that the certificate must have. By default, the address of the
+        /// http, https: `Host` header, and name that the certificate must have. By default, the address of the
         /// check.
         pub host: Option<Spanned<HttpHost>>,
         /// http, https: status codes with which the check passes. By default, "200-399".

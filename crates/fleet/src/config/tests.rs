@@ -107,7 +107,7 @@ fn defaults_are_as_documented() {
     assert!(config.services[0].server_positions.is_empty());
 }
 
-/// A text of the valid document, its replacement, and the message.
+/// Texts of the valid document, each with an invalid replacement and the resulting error message.
 const INVALID_VALUES: [(&str, &str, &str); 22] = [
     (
         "load_ewma_alpha = 0.25",
@@ -238,14 +238,14 @@ fn each_invalid_value_is_reported_with_its_key() {
     }
 }
 
-/// A text of the valid document, its replacement, and the message.
+/// Texts of the valid document, each with a contradictory replacement and the resulting error message.
 const CONTRADICTORY_VALUES: [(&str, &str, &str); 22] = [
     (
         "\"s2\"",
         "\"s1\"",
         "fleet.toml:13:8: key `server.name`: server name s1 is used twice (first in line 8): expected each \
-         once\nfleet.toml:26:12: key \
-         `service.servers`: server \"s2\" does not exist: expected the name of a [[server]]",
+         once\nfleet.toml:26:12: key `service.servers`: server \"s2\" does not exist: expected the name of a \
+         [[server]]",
     ),
     (
         "10.2.0.12",

@@ -45,7 +45,7 @@ fn wait_for_check_result(
     }
 }
 
-/// Runs its checks in a child process, because it lowers the process's limit of open files.
+/// Runs in a child process, because the test lowers its process's limit of open files.
 #[test]
 fn exhausted_file_descriptors_mark_no_server_down() {
     const CHILD_ENV_VARIABLE: &str = "COREWARD_TEST_ALONE";

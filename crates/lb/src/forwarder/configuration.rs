@@ -168,8 +168,9 @@ impl Forwarder {
         );
     }
 
-    /// Applies the keys, services and servers of a configuration. Tables follow later. A later change names this
-    /// configuration by `configuration_number`. If the data plane cannot hold the services, this fails without effect.
+    /// Applies the keys, services and servers of a configuration. Placement tables arrive separately. A later change
+    /// names this configuration by `configuration_number`. If the data plane cannot hold the services, this fails
+    /// without effect.
     pub fn configure(&mut self, configuration_number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configuration.configuration_number = None;
         let address_and_mode = |service: &Service| (service.address, service.mode);
@@ -258,7 +259,7 @@ impl Forwarder {
             || !next_configuration.services.iter().all(differs_only_in_servers)
     }
 
-    /// Replaces known services by new ones, which differ only in their servers. Returns whether one of them has a
+    /// Replaces known services by new ones, which differ only in their servers. Returns whether a new service has a
     /// health check.
     fn replace_services(&mut self, new_services: Vec<Service>) -> anyhow::Result<bool> {
         let (mut have_servers_moved, mut has_health_checks) = (false, false);
@@ -402,7 +403,7 @@ impl Forwarder {
         removed_server_ids.into_iter().for_each(|id| self.load_balancer.remove_server(*lb_service_index, id));
     }
 
-    /// Applies the numbers and addresses of all load balancers that have a connection table. A load
+    /// Applies the numbers and addresses of all load balancers with a connection table to the data plane. A load
     /// balancer whose MAC address is unknown keeps the address from an earlier process, as servers do.
     fn set_connection_owners(&mut self) {
         let own_owner_number =

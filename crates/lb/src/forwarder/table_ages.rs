@@ -16,7 +16,7 @@ use coreward_wire::{Server, Service, ServiceIndex};
 
 use super::{Forwarder, PROGRAM_LOAD_TIMEOUT};
 
-/// Interval at which candidate servers for expired tables are chosen.
+/// Interval at which new candidate servers are chosen for services whose placement tables have expired.
 const CANDIDATE_CHOICE_INTERVAL: Duration = Duration::from_secs(1);
 /// Generation of tables that this load balancer makes itself. Those that controllers make are numbered from 1.
 const OWN_TABLE_GENERATION: u64 = 0;

@@ -368,8 +368,8 @@ fn updated_stack_top(stack_top_value: u64, slot_plus_one: u32) -> u64 {
     change_count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
 }
 
-/// Set-associative cache of the slots of connections with a recent SYN, by connection hash. Its entries are only hints,
-/// because the identity of the connection table's entry decides.
+/// Set-associative cache of the slots of connections with a recent SYN, by connection hash. Its entries are only hints.
+/// A lookup compares the identity in the connection table.
 #[derive(Debug, Clone)]
 pub struct RecentConnections(Vec<[u32; intf::RECENT_WAYS as usize]>);
 
@@ -389,7 +389,8 @@ impl RecentConnections {
         Some(recent_entry & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// Records the slot of a connection with a SYN at the front of its set, as `remember_connection()` in BPF does.
+    /// Records the slot of a connection whose SYN arrived, at the front of its set, as `remember_connection()` in BPF
+    /// does.
     pub fn record_syn_slot(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
         let mut shifted_entry = hash.entry_tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
         for way in &mut self.0[hash.recent_syn_set_index()] {

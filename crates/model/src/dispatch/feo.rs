@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 
-/// Maximum number of services in one scheduler. A mask of 64 bits has the eligible services, as in RingLeader (Sect.
-/// 6).
+/// Maximum number of services in one scheduler. The set of eligible services is a mask of 64 bits, as in RingLeader
+/// (Sect. 6).
 pub const MAX_SCHEDULED_SERVICES: usize = 64;
 
 /// Rule by which the members of one level, either groups or a group's services, are ranked. The member of least rank is
@@ -111,7 +111,7 @@ impl FirstEligibleOutConfig {
         }
     }
 
-    /// Checks the numbers of services and groups, and the capacity.
+    /// Checks the numbers of services and groups, and the limit on waiting requests.
     fn check_sizes(&self) -> Result<(), FirstEligibleOutConfigError> {
         if !(1..=MAX_SCHEDULED_SERVICES).contains(&self.queues.len()) {
             return Err(FirstEligibleOutConfigError::InvalidServiceCount(self.queues.len()));
@@ -167,11 +167,11 @@ pub struct FirstEligibleOut<T> {
     selection: EligibilityRule,
     max_waiting_requests: usize,
     waiting_request_count: usize,
-    /// Whether no dispatch changes a rank or takes a token.
+    /// Whether dispatches change no rank and take no token.
     is_stateless: bool,
     /// Bit mask of the services with waiting requests.
     backlogged_service_mask: u64,
-    /// Start tag of the group that was dispatched last.
+    /// Virtual time of the fair queueing between groups, which is the start tag of the group dispatched last.
     virtual_time: u64,
     groups: Vec<SchedulingGroup>,
     queues: Vec<ServiceQueue<T>>,

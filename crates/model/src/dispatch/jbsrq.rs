@@ -18,7 +18,7 @@ pub struct JoinBoundedShortestRankedQueue<T = ()> {
     peak_waiting_count_by_service: Vec<u64>,
 }
 
-/// Requests that were dropped and sent because a request was submitted.
+/// Effects of submitting a request, which are at most one dropped request and one sent request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RequestSubmitEffects<T> {
     /// Request that was dropped because the buffer is full, with its service. It may be the submitted request.
@@ -29,7 +29,7 @@ pub struct RequestSubmitEffects<T> {
 
 impl JoinBoundedShortestRankedQueue {
     /// Returns a dispatcher for `service_count` services in strict priority, each enabled on all cores. Panics without
-    /// services, with more than [`MAX_SERVICES`](super::MAX_SCHEDULED_SERVICES), or without cores.
+    /// services, with more than [`MAX_SCHEDULED_SERVICES`](super::MAX_SCHEDULED_SERVICES), or without cores.
     pub fn new(core_count: u16, service_count: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
         let ranked_services: Vec<_> = (0..service_count).map(|priority| RankedService { priority, lambda }).collect();
         let ranks = RankArrays::new(core_count, &ranked_services, RankRule::Ranked, depth);
@@ -39,7 +39,7 @@ impl JoinBoundedShortestRankedQueue {
 
 impl<T> JoinBoundedShortestRankedQueue<T> {
     /// Returns a dispatcher with empty queues in front of the cores of `ranks`. Fails if `config` is out of range, or
-    /// if `ranks` has another number of services.
+    /// if `ranks` and `config` differ in their numbers of services.
     pub fn with_ranks(ranks: RankArrays, config: &FirstEligibleOutConfig) -> Result<Self, FirstEligibleOutConfigError> {
         if config.queues.len() != ranks.service_count() {
             return Err(FirstEligibleOutConfigError::InvalidServiceCount(config.queues.len()));

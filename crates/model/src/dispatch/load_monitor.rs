@@ -114,7 +114,7 @@ impl LoadMonitor {
         }
     }
 
-    /// Returns the time of the next check, or `None` if both kinds are disabled.
+    /// Returns the time of the next check, or `None` if both kinds of hints are disabled.
     pub fn next_check_time(&self) -> Option<u64> {
         let next_scale_up_check_time = self.scale_up_check.map(|(_, checks)| checks.next_check_time);
         let next_scale_down_check_time = self.scale_down_check.map(|(_, checks)| checks.next_check_time);

@@ -50,7 +50,7 @@ pub struct LearnedServiceTime {
     mean_ns: Option<f64>,
 }
 
-/// Weight of one check in the average. After 7 checks with responses, half of the old average is replaced.
+/// Weight of the newest check in the average. After 7 checks with responses, half of the old average is replaced.
 const NEWEST_CHECK_WEIGHT: f64 = 0.1;
 
 impl LearnedServiceTime {
@@ -59,7 +59,7 @@ impl LearnedServiceTime {
         Self { mean_ns: Some(time.as_nanos() as f64) }
     }
 
-    /// Adds the service times since the previous check, given by their sum (ns) and number.
+    /// Adds the service times since the previous check, given as their sum (ns) and their number.
     pub fn add_service_times(&mut self, service_time_sum_ns: u64, response_count: u64) {
         if response_count > 0 {
             let check_mean_ns = service_time_sum_ns as f64 / response_count as f64;

@@ -17,7 +17,7 @@ use crate::consistency::{ConsistencyMode, ServiceMigration};
 use crate::cookie::{self, Cookie};
 use crate::tuple::Protocol;
 
-/// Protocol numbers of TCP and UDP in the IP header.
+/// Protocol number of TCP in the IP header. The number of UDP follows.
 const TCP_PROTOCOL_NUMBER: u8 = 6;
 pub(super) const UDP_PROTOCOL_NUMBER: u8 = 17;
 
@@ -61,8 +61,8 @@ impl LoadBalancer {
         outcome
     }
 
-    /// Rewrites a frame for the service's forwarding method. Fails with the counter of the drop if the packet is
-    /// dropped.
+    /// Rewrites a frame for the service's forwarding method. If the packet must be dropped, the error is the counter
+    /// for the reason.
     fn rewrite_for_forwarding(
         &mut self,
         frame: &mut Vec<u8>,
@@ -360,8 +360,8 @@ impl LoadBalancer {
         if is_syn { service.takes_new_connections(server) } else { service.server(server).is_some() }
     }
 
-    /// Returns the server of the packet's bucket as a flow entry, or `None` if that server may not get the packet. The
-    /// decision carries the id of the bucket's previous server.
+    /// Decides by the packet's bucket. Returns the bucket's server as a flow entry, or `None` if it may not get the
+    /// packet. The decision carries the id of the bucket's previous server.
     pub(super) fn decide_by_bucket(
         &mut self,
         service_slot: usize,

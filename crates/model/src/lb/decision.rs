@@ -10,7 +10,7 @@ use crate::ServerId;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum IdentificationChange {
     Unchanged,
-    /// The field gets the id of the bucket's previous server, or `NO_SERVER`.
+    /// The field gets the id of the bucket's previous server, or `NO_SERVER` for none.
     PreviousServerId(u16),
 }
 

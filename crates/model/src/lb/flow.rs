@@ -34,8 +34,8 @@ pub struct FlowEntry {
 pub enum HandshakeState {
     /// The client has sent a packet after the SYN-ACK.
     Open,
-    /// The server sent an unstamped SYN-ACK, and the client no packet since (`HALF_OPEN_FLOW`). The value is bits of
-    /// the SYN-ACK's TSval.
+    /// The server sent an unstamped SYN-ACK, and the client has not answered it (`HALF_OPEN_FLOW`). The value is bits
+    /// of the SYN-ACK's TSval.
     HalfOpenWithTsvalBits(u16),
     /// The client answered a stamped SYN-ACK of another server (`STAMPED_FLOW`), so the cookie identifies the server.
     Stamped,

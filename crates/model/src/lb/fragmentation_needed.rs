@@ -11,7 +11,7 @@ use super::ip_packet::{ETHERNET_HEADER_BYTES, ICMP_HEADER_BYTES, u16_at};
 use super::packet::{self, FRAGMENT_OFFSET_MASK, IPV4_HEADER_BYTES, PROTOCOL_ICMP};
 use super::packet_ipv6::{self, IPV6_HEADER_BYTES, PROTOCOL_ICMPV6};
 
-/// Number of bytes of the dropped packet that an ICMP error quotes.
+/// Number of bytes of a dropped IPv4 packet that an ICMP error quotes. The number for IPv6 follows.
 const QUOTED_BYTES_IPV4: usize = 68;
 const QUOTED_BYTES_IPV6: usize = 504;
 const TOS_INTERNETWORK_CONTROL: u8 = 0xc0;

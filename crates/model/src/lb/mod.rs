@@ -128,9 +128,9 @@ pub struct ServerTraffic {
     pub opened_connection_count: u64,
     /// Number of packets with a cookie and FIN or RST. Without a connection table, a retransmission counts once more.
     pub closed_connection_count: u64,
-    /// Number of packets, which are counted only if a policy needs the number.
+    /// Number of packets sent to the server, which are counted only if a policy needs the number.
     pub packet_count: u64,
-    /// Number of bytes in the frames of these packets.
+    /// Number of bytes in the frames sent to the server, counted together with the packets.
     pub frame_bytes: u64,
 }
 
@@ -373,7 +373,7 @@ impl LoadBalancer {
         service.placement = Some(InstalledPlacementTable::new(table));
     }
 
-    /// Sets the time (ns) until which the selected token buckets, which limit broadcasts, count as paid.
+    /// Sets the time (ns) until which the selected token buckets, which limit broadcasts, have been used.
     pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
         self.broadcast_limiter.set_paid_until(buckets, paid_until_ns);
     }

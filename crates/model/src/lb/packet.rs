@@ -103,7 +103,7 @@ pub(super) fn parse_ports(
     Ok((u16_at(packet.payload, 0), u16_at(packet.payload, 2)))
 }
 
-/// Fields of a client's packet to a service on which decisions depend.
+/// Fields of a client's packet that determine where the load balancer forwards it.
 #[derive(Debug, Clone)]
 pub(super) struct ClientPacket {
     pub client: SocketAddr,
@@ -144,7 +144,7 @@ impl ClientPacket {
     }
 }
 
-/// Parses a TCP packet from a client with these source and destination ports.
+/// Parses the TCP header of a client's packet, whose ports have already been parsed.
 pub(super) fn parse_tcp(
     packet: &IpPacket<'_>,
     source_and_destination_port: (u16, u16),
@@ -195,7 +195,7 @@ fn parse_tcp_header(
     Ok(ClientPacket { client, vip, protocol: Protocol::Tcp, tcp_flags: flags, tsecr })
 }
 
-/// Parses a whole UDP datagram, or the first fragment of one, with these source and destination ports.
+/// Parses the UDP header of a client's datagram or first fragment, whose ports have already been parsed.
 pub(super) fn parse_udp(
     packet: &IpPacket<'_>,
     source_and_destination_port: (u16, u16),
@@ -260,7 +260,7 @@ pub(super) fn internet_checksum(bytes: &[u8]) -> u16 {
     !((folded_sum & 0xffff) + (folded_sum >> 16)) as u16
 }
 
-/// Returns a checksum after a covered word changed from `old` to `new` (RFC 1624, Eqn. 3).
+/// Returns the new value of a checksum after a word that it covers changed from `old` to `new` (RFC 1624, Eqn. 3).
 fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
     let add_ones_complement = |a: u16, b: u16| {
         let sum = u32::from(a) + u32::from(b);
@@ -269,7 +269,7 @@ fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
     !add_ones_complement(add_ones_complement(!checksum, !old), new)
 }
 
-/// Sets the TSecr at the position `tsecr` to `value`, and updates the TCP checksum. The position may also be TSval's.
+/// Sets the TSecr, or the TSval, at the position `tsecr` to `value`, and updates the TCP checksum.
 pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &TimestampField, value: u32) {
     let (value_offset, checksum_offset) = (tsecr.transport_offset + tsecr.field_offset, tsecr.transport_offset + 16);
     for half_offset in [0, 2] {
@@ -307,8 +307,8 @@ pub(super) fn read_traffic_class(frame: &[u8]) -> u8 {
     frame[ETHERNET_HEADER_BYTES + 1]
 }
 
-/// Returns the client's address and the ports of a forwarded packet, from which the flow's port is derived. The ports
-/// are 0 in ICMP packets and later fragments.
+/// Returns the client's address and the ports of a forwarded packet, from which the GUE source port is derived. The
+/// ports are 0 in ICMP packets and later fragments.
 pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
     let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol_number)

@@ -17,7 +17,7 @@ pub(super) const IPV6_HEADER_BYTES: usize = 40;
 const ICMPV6_ERROR_TYPES: std::ops::RangeInclusive<u8> = 1..=4;
 pub(super) const PROTOCOL_ICMPV6: u8 = 58;
 
-/// Types of extension headers that are skipped (RFC 8200, RFC 4302).
+/// Type of the fragment header (RFC 8200), the first of the extension headers that are skipped (with RFC 4302).
 const FRAGMENT_HEADER_PROTOCOL: u8 = 44;
 const AUTHENTICATION_HEADER_PROTOCOL: u8 = 51;
 const EXTENSION_HEADER_PROTOCOLS: [u8; 5] = [0, 43, FRAGMENT_HEADER_PROTOCOL, AUTHENTICATION_HEADER_PROTOCOL, 60];
@@ -42,7 +42,7 @@ pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     })
 }
 
-/// Parses a frame that [`is_ipv6`] accepted.
+/// Parses the IP headers of a frame that [`is_ipv6`] accepted.
 pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
     let packet = &frame[ETHERNET_HEADER_BYTES..];
     let packet_end = IPV6_HEADER_BYTES + usize::from(u16_at(packet, 4));

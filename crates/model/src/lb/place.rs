@@ -8,7 +8,7 @@ use crate::placement::{PlacementRule, PlacementTable, PlacementTableState, draw_
 use crate::rss::ToeplitzTables;
 use crate::{FourTuple, ServerId};
 
-/// Maximum number of members that are tried if the selected server cannot take a connection.
+/// Maximum number of members of a table that are tried if the selected server cannot take a connection.
 const MAX_FALLBACK_MEMBERS: usize = 16;
 
 #[derive(Debug, Clone)]

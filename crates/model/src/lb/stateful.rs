@@ -26,7 +26,7 @@ pub enum TableOwnerReachability {
     /// No load balancer has the owner number.
     #[default]
     Unknown,
-    /// The load balancer left, or its MAC address is not resolved.
+    /// The load balancer left the fleet, or its MAC address is not resolved.
     Lost,
     /// Packets with an index into the owner's table are forwarded to this MAC address.
     Reachable(MacAddress),
@@ -39,11 +39,11 @@ pub(super) struct ConnectionTableState {
     pub owners: [TableOwnerReachability; intf::MAX_OWNERS as usize],
     pub now: ClockTicks,
     pub last_sweep: ClockTicks,
-    /// Maximum number of entries of one source prefix, or `None` for no limit.
+    /// Maximum number of connection table entries of one source prefix, or `None` for no limit.
     pub max_entries_per_source: Option<u32>,
     connection_table: ConnectionTable<HeapTableMemory>,
     recent_connections: RecentConnections,
-    /// Number of entries of each source prefix.
+    /// Number of connection table entries that the clients of each source prefix hold.
     entry_count_by_source: Vec<u32>,
 }
 

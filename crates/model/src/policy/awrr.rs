@@ -9,13 +9,13 @@ use crate::statistics::mean;
 
 pub const POLICY_NAME: &str = "awrr";
 
-/// Number of turns of a server with mean load (N in the paper).
+/// Number of turns that a server with mean load gets (N in Cheetah, NSDI'20, Sect. 4.1).
 const TURNS_AT_MEAN_LOAD: f64 = 10.0;
-/// Bounds of the number of turns in the paper, which are 2 and 3 N. With the paper's alpha, no load reaches 3 N.
+/// Minimum number of turns in Cheetah's paper. The maximum, 3 N, follows. With the paper's alpha, no load reaches it.
 const MIN_SERVER_TURNS: f64 = 2.0;
 const MAX_SERVER_TURNS: f64 = 3.0 * TURNS_AT_MEAN_LOAD;
-/// Weight of the mean load in the smoothed load of a server. With 0 the turns follow the loads at once, and with 1
-/// never.
+/// Weight of the mean load in the smoothed load of a server. With 0, the turns follow the loads at once, and with 1,
+/// they never do.
 const MEAN_LOAD_WEIGHT: f64 = 0.5;
 
 pub struct AdaptiveWeightedRoundRobin {

@@ -11,7 +11,7 @@ use crate::rss::RssKey;
 
 pub const POLICY_NAME: &str = "bounded-load";
 
-/// Maximum ratio of a server's connections to its fair share of them (1 + epsilon in the paper). A value nearer to 1
+/// Maximum ratio of a server's connections to its fair share of them (1 + epsilon in SODA'18). A value nearer to 1
 /// balances better but moves more buckets.
 const LOAD_BOUND_FACTOR: f64 = 1.25;
 

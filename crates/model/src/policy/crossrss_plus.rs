@@ -37,7 +37,7 @@ use crate::rss::RssKey;
 
 pub const POLICY_NAME: &str = "crossrss-plus";
 
-/// Ratio of the load that the connections of one interval count for to the sum of the cores' deficits. A factor of 1
+/// Load for which the connections of one interval count, as a multiple of the sum of the cores' deficits. A factor of 1
 /// would suffice if loads stayed until new connections come, but loads that change fast then overshoot
 /// (docs/policies.md).
 const DEFICIT_FILL_FACTOR: f64 = 1.5;
@@ -62,7 +62,7 @@ enum ConnectionCost {
     FractionOfMeanLoad(f64),
 }
 
-/// Policy `crossrss-plus`.
+/// Policy `crossrss-plus`, which also counts the connections assigned to each core since the last report.
 pub struct CrossRssPlusPolicy {
     hash_key: RssKey,
     connection_cost: ConnectionCost,

@@ -100,7 +100,7 @@ impl CoreSlots<'_> {
     }
 }
 
-/// List of the least of the cores offered so far, ordered by a compared value, then by load, then by id. CrossRSS
+/// List of the first cores among those offered so far, ordered by a compared value, then by load, then by id. CrossRSS
 /// selects the strictly smallest load, and the lowest id in ties.
 pub struct LeastCoreList {
     max_core_count: usize,
@@ -113,7 +113,7 @@ impl LeastCoreList {
         Self { max_core_count, least_cores: Vec::with_capacity(max_core_count + 1) }
     }
 
-    /// Inserts a core if it is among the least so far, and returns whether it is. Of a thousand cores, only few are.
+    /// Inserts a core if it belongs in the list, and returns whether it does. Of a thousand cores, only few do.
     pub fn insert_if_least(&mut self, compared_value: f64, load: f64, core: ServerCore) -> bool {
         let is_before_offered_core = |(other_value, other_load, other_core): &(f64, f64, ServerCore)| {
             other_value.total_cmp(&compared_value).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
@@ -128,7 +128,7 @@ impl LeastCoreList {
         true
     }
 
-    /// Returns the maximum compared value with which a core is still among the least.
+    /// Returns the maximum compared value with which the list still accepts a core.
     pub fn largest_accepted_value(&self) -> f64 {
         let is_full = self.least_cores.len() == self.max_core_count;
         self.least_cores.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared_value, ..)| *compared_value)

@@ -108,7 +108,7 @@ const MAX_DISTINCT_LOAD: f64 = 16.0;
 const LOAD_UNITS_PER_CORE: f64 = (1u64 << 32) as f64;
 
 /// Histogram of the loads of many cores in some 2,000 bins. Each bin has the number of its cores and the sum of their
-/// loads, and is as wide as 1/128 of its loads. Sums are whole numbers, so histograms of several sets of cores add up
+/// loads, and is at most 1/128 of its loads wide. Sums are whole numbers, so histograms of several sets of cores add up
 /// exactly, in any order, and can also be subtracted.
 #[derive(Debug, Clone, Default)]
 pub struct LoadHistogram {
@@ -147,7 +147,7 @@ impl LoadHistogram {
     /// Maximum number of bins of a histogram.
     pub const BIN_COUNT: u16 = (load_prefix_bits(MAX_DISTINCT_LOAD) - load_prefix_bits(MIN_DISTINCT_LOAD)) as u16 + 2;
 
-    /// Adds a core with the load `load`.
+    /// Counts a core with the load `load` in its bin.
     pub fn add_core(&mut self, load: f64) {
         self.add_bin(load_bin_index(load), LoadBin::with_core_load(load));
     }
@@ -160,12 +160,12 @@ impl LoadHistogram {
         stored_bin.load_sum -= removed_bin.load_sum;
     }
 
-    /// Adds all cores of another histogram, given by its bins.
+    /// Adds the core counts and load sums of another histogram, given as its bins.
     pub fn add_bins(&mut self, other_bins: impl Iterator<Item = (u16, LoadBin)>) {
         other_bins.for_each(|(bin, added_bin)| self.add_bin(bin, added_bin));
     }
 
-    /// Removes all cores of another histogram, given by its bins, which were added before.
+    /// Subtracts the core counts and load sums of another histogram, given as its bins, which were added before.
     pub fn remove_bins(&mut self, other_bins: impl Iterator<Item = (u16, LoadBin)>) {
         for (bin, removed_bin) in other_bins {
             let stored_bin = &mut self.bins[usize::from(bin)];
@@ -174,7 +174,7 @@ impl LoadHistogram {
         }
     }
 
-    /// Adds cores to the bin with index `bin_index`, which is below [`LoadHistogram::BIN_COUNT`].
+    /// Adds the cores of `added_bin` to the bin with index `bin_index`, which is below [`LoadHistogram::BIN_COUNT`].
     pub fn add_bin(&mut self, bin_index: u16, added_bin: LoadBin) {
         let bin_position = usize::from(bin_index);
         if bin_position >= self.bins.len() {

@@ -80,8 +80,8 @@ pub trait Policy: Send {
         TelemetryLevel::Nothing
     }
 
-    /// Returns the pool with the loads as this policy uses them. Callers call it once per table, where the load of each
-    /// core is known. For servers in a rack, this is at the rack controller.
+    /// Returns the pool with the loads as this policy uses them. Runs once per table, at the controller or, for servers
+    /// in a rack, at the rack controller, where each core's load is known.
     fn preprocess<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
         Cow::Borrowed(pool)
     }
@@ -249,7 +249,7 @@ fn modulo_placement_table(
     table_with_server_per_bucket(pool, bucket_count, generation, key, &positions)
 }
 
-/// Returns a table by the positions of the buckets' servers among the eligible servers, by id.
+/// Returns a table in which each bucket has one server, given by its position among the eligible servers.
 /// `server_position_by_bucket` is empty if there are no eligible servers.
 fn table_with_server_per_bucket(
     pool: &ServerPool,

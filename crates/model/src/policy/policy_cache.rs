@@ -129,7 +129,7 @@ mod tests {
     use crate::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
     prop_compose! {
-        /// Generates a server. Values are of few kinds, so that much stays the same from one table to the next.
+        /// Generates a server from few possible values, so that many values stay the same from one table to the next.
         fn any_pool_server()(
             is_eligible in prop::bool::weighted(0.9),
             loads in prop::option::weighted(

@@ -17,7 +17,8 @@ pub struct PoolServer {
     pub is_eligible: bool,
     /// Loads of the server's cores, or `None` without a recent report. The server then counts with the neutral load.
     pub loads: Option<ServerLoads>,
-    /// RSS key and indirection table of the server's NIC, or `None` if unknown. All its cores then count as one.
+    /// RSS key and indirection table of the server's NIC, or `None` if unknown. All cores of the server then count as
+    /// one.
     pub rss: Option<RssConfig>,
     /// Number of the server's open connections in all services.
     pub open_connection_count: u32,
@@ -37,9 +38,9 @@ pub struct PoolServer {
 /// Rates of the traffic to a server, summed over all services and load balancers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TrafficRates {
-    /// Number of packets per second.
+    /// Number of packets per second that load balancers send to the server.
     pub packets_per_second: f64,
-    /// Number of frame bytes per second.
+    /// Number of frame bytes per second that load balancers send to the server.
     pub bytes_per_second: f64,
 }
 
@@ -219,7 +220,7 @@ impl ServerPool {
         Self { opened_connection_count: Some(connection_count), ..self }
     }
 
-    /// Returns the pool for another table in the same report interval.
+    /// Returns the pool, marked as belonging to the same report interval as the previous table.
     pub fn for_another_table_in_interval(self) -> Self {
         Self { is_new_interval: false, ..self }
     }

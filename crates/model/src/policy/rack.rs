@@ -58,7 +58,7 @@ pub struct BucketCandidateList {
 }
 
 impl BucketCandidateList {
-    /// Returns the candidates of a bucket, or an empty list if there are fewer buckets.
+    /// Returns the candidates of a bucket, or an empty list if this list has no such bucket.
     pub fn candidates_of_bucket(&self, bucket_candidates: u32) -> &[(ServerCore, f64)] {
         let first_candidate_index = bucket_candidates as usize * self.candidates_per_bucket;
         self.candidates

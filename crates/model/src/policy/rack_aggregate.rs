@@ -10,12 +10,12 @@ use super::{BucketCandidateList, RackSummary};
 use crate::placement::BucketCount;
 use crate::rss::RssKey;
 
-/// Rack summaries that have been merged, which are compared with newer ones.
+/// Rack summaries that were merged last. Newer summaries are compared with them to find those that changed.
 #[derive(Debug, Default)]
 struct MergedSummaries(Vec<Arc<RackSummary>>);
 
 impl MergedSummaries {
-    /// Stores the newest summaries. Returns the indexes of changed summaries with the previous versions, or `None` if
+    /// Stores the newest rack summaries. Returns the index and previous version of each changed summary, or `None` if
     /// all may have changed.
     fn replace_and_find_changes(
         &mut self,
@@ -38,7 +38,7 @@ pub struct RackHistograms {
 }
 
 impl RackHistograms {
-    /// Merges the histograms of these summaries, and returns the load histogram of each class.
+    /// Merges the load histograms of these rack summaries, and returns one histogram for each class of servers.
     pub fn update_histograms(
         &mut self,
         newest_summaries: &[Arc<RackSummary>],
@@ -67,7 +67,7 @@ impl RackHistograms {
     }
 }
 
-/// Least loaded cores of each bucket, among all racks' servers with one RSS key.
+/// Least loaded cores of each bucket, among all racks' servers that share one RSS key.
 #[derive(Debug, Default)]
 pub struct RackSummaryAggregate {
     merged_summaries: MergedSummaries,
@@ -77,8 +77,8 @@ pub struct RackSummaryAggregate {
 }
 
 impl RackSummaryAggregate {
-    /// Updates the least loaded cores by these summaries. `needed_core_count` is the number of cores needed for each
-    /// bucket.
+    /// Updates the least loaded cores of each bucket from these rack summaries. `needed_core_count` is the number of
+    /// cores needed for each bucket.
     pub fn update_summaries(
         &mut self,
         newest_summaries: &[Arc<RackSummary>],
@@ -132,12 +132,13 @@ impl RackSummaryAggregate {
         }
     }
 
-    /// Returns the bucket's least loaded cores, as many as needed if they exist.
+    /// Returns the bucket's least loaded cores. There are at least as many as needed, unless the racks have fewer
+    /// cores.
     pub fn least_loaded_cores(&self, bucket: u32) -> &[RankedCore] {
         self.least_cores_by_bucket.get(bucket as usize).map_or(&[], LeastLoadedCores::ranked_cores)
     }
 
-    /// Returns whether `ranked_cores` has all cores of the racks, so that no other core exists.
+    /// Returns whether `ranked_cores` contains every core of the racks.
     pub fn has_all_cores(&self, ranked_cores: &[RankedCore]) -> bool {
         ranked_cores.len() >= self.total_core_count
     }

@@ -11,10 +11,10 @@ pub struct ServerWeight(u8);
 pub struct ServerWeightOutOfRange(pub u64);
 
 impl ServerWeight {
-    /// Maximum weight. Larger ratios of weights require smaller weights of the other servers.
+    /// Maximum weight. If a server needs a larger share, the other servers must have smaller weights.
     pub const MAX: u8 = 100;
 
-    /// Default weight of a server.
+    /// Default weight of a server, which is 1.
     pub const ONE: ServerWeight = ServerWeight(1);
 
     /// Returns the weight `weight`. Fails if the weight is above 100.

@@ -34,8 +34,8 @@ pub fn evenly_spread_positions(shares: &[f64]) -> Vec<usize> {
     interleaved_positions(&reduce_weights_to_fit(&turn_counts))
 }
 
-/// Returns the weights in lowest terms. If the turns would not fit the data plane, they are scaled down, but not below
-/// 1.
+/// Returns the weights in lowest terms. If their sum exceeds the data plane's table, they are scaled down, but not
+/// below 1.
 fn reduce_weights_to_fit(weights: &[u32]) -> Vec<u32> {
     let divisor = weights.iter().copied().fold(0, greatest_common_divisor).max(1);
     let total_turns: u64 = weights.iter().map(|weight| u64::from(weight / divisor)).sum();

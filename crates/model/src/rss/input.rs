@@ -82,5 +82,5 @@ impl RssInputTransform {
     }
 }
 
-/// Number of input bytes for IPv4 with ports.
+/// Number of bytes of the hash input for IPv4 addresses and ports.
 const IPV4_INPUT_BYTES: usize = intf::RSS_INPUT_IPV4_BYTES as usize;

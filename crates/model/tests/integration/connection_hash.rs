@@ -9,13 +9,13 @@ use coreward_model::cookie::CookieKey;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-/// Number of tuples in each set. By chance, it causes 128 collisions in 4,096 table positions.
+/// Number of tuples in each set. Random hashes of as many tuples cause 128 collisions in a table of 4,096 positions.
 const TUPLES_PER_SET: u32 = 1024;
 const KEY_COUNT: u64 = 200;
-/// Number of hash bits that select a table position. In coreward, a source's counter takes 12 bits, a hint 14, and a
-/// set of the flow table 17.
+/// Number of hash bits that select a table position in this test. coreward selects a source's counter by 12 bits, a
+/// hint by 14, and a set of the flow table by 17.
 const TABLE_POSITION_BITS: u32 = 12;
-/// Ratio of a set's collisions to those by chance, from which the set counts as structured.
+/// Ratio of a set's collisions to those expected by chance, above which the hash fails to spread the set.
 const MAX_COLLISION_RATIO: f64 = 1.25;
 
 /// Name of a set of clients, and function that returns a client of the set by its number.
@@ -25,7 +25,7 @@ fn client_address(address: u32, port: u32) -> SocketAddr {
     SocketAddr::new(Ipv4Addr::from(address).into(), port as u16)
 }
 
-/// Sets of clients whose addresses and ports differ where a sender can choose, in low and high bits. They are counters,
+/// Sets of clients whose addresses and ports differ in low or high bits that a sender can choose. They are counters,
 /// strides and Gray codes, which change one bit at a time.
 const CLIENT_SETS: [ClientSet; 9] = [
     ("ports in a row", |n| client_address(0xc000_0201, 1024 + n)),
@@ -64,7 +64,8 @@ fn connection_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     u64::from(hash.entry_tag()) << 32 | u64::from(hash.low_half())
 }
 
-/// Returns a hash by one multiplication without a fold, so that positions depend only on the low bits of the tuple.
+/// Returns a hash from one multiplication without a fold, for which table positions depend only on the low bits of the
+/// tuple.
 fn single_multiplication_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     let SocketAddr::V4(client) = client else { unreachable!("sets are of IPv4") };
     let tuple_word = u64::from(client.port().swap_bytes()) << 32 | u64::from(u32::from(*client.ip()).swap_bytes());

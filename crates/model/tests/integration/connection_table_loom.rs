@@ -24,8 +24,8 @@ const WORDS_PER_ENTRY: usize = size_of::<intf::connection>() / 8;
 /// Number of usable slots in the table's one partition. The number of orders that loom tries grows quickly with it.
 const USABLE_SLOT_COUNT: usize = 2;
 
-/// Memory of a connection table. Shared words are loom's, so that each access is a separate step. Other words are
-/// plain.
+/// Memory of a connection table. Shared words are loom's, so that each access is a separate step. Other words are plain
+/// integers.
 struct LoomTableMemory {
     stack_top: AtomicU64,
     /// Word of the clock hand, which is plain because packets use it only as a hint.
@@ -36,7 +36,8 @@ struct LoomTableMemory {
     plain_entry_words: [[PlainWord; WORDS_PER_ENTRY]; USABLE_SLOT_COUNT],
     /// Value of every word of the unusable slots, which is 0 as in a free slot.
     unused_slot_word: PlainWord,
-    /// Mask of the stack top's bits that the test keeps. Without the change count's bits, the ABA problem occurs.
+    /// Mask of the stack top's bits that the test keeps. If it omits the bits of the change count, the ABA problem
+    /// occurs.
     stack_top_mask: u64,
 }
 
@@ -159,8 +160,8 @@ fn entry_identity_of_client(client_port: u16, generation: u16) -> TableEntryIden
     }
 }
 
-/// Frees an entry as user space does, and returns whether it did. The grace period, which only keeps counters apart, is
-/// omitted.
+/// Frees an entry as user space does, and returns whether it was freed. The grace period, which only keeps counters
+/// apart, is omitted.
 fn free_entry(table: &LoomConnectionTable, index: ConnectionIndex, identity: TableEntryIdentity) -> bool {
     let is_released = table.release_entry(index, identity);
     if is_released {
@@ -241,7 +242,7 @@ fn change_count_prevents_the_aba_problem() {
     provoke_aba_problem(FULL_STACK_TOP_MASK);
 }
 
-/// Without the change count, the test above must detect the fault.
+/// Without the change count, a slot is taken twice, and the test above must detect this.
 #[test]
 #[should_panic(expected = "a slot was handed out that is in use")]
 fn slot_is_taken_twice_without_the_change_count() {
@@ -287,7 +288,7 @@ fn only_one_of_two_concurrent_frees_of_an_entry_succeeds() {
     });
 }
 
-/// Runs a packet that reuses the one used slot, whose entry has expired, concurrently with `other_operation`. Returns
+/// Runs a packet that reuses the only used slot, whose entry has expired, concurrently with `other_operation`. Returns
 /// both results.
 fn reuse_slot_concurrently_with<T>(
     other_operation: impl Fn(&LoomConnectionTable, ConnectionIndex) -> Option<T>,

@@ -335,7 +335,7 @@ fn unknown_policy_is_rejected_with_the_list_of_policies() {
 }
 
 /// Returns the fraction of new connections over 50 s that a server of weight 2 gets in a pool with two servers of
-/// weight 1. The load of a core is `base_load`, plus `load_per_connection` for each of its connections in the last
+/// weight 1. The load of a core is `base_load`, plus `load_per_connection` for each connection that it got in the last
 /// interval.
 fn connection_fraction_of_heavy_server(policy_name: &str, base_load: f64, load_per_connection: f64) -> f64 {
     const CONNECTIONS_PER_INTERVAL: u32 = 60;

@@ -14,7 +14,7 @@ use proptest::prelude::*;
 /// Number of reports in a test. It is more than one because policies keep loads from report to report.
 const REPORTS_PER_TEST: u64 = 4;
 
-/// Server and the index of its rack, or `None` if the server's agent reports directly to the controller.
+/// Server, with the index of its rack, or `None` if the server's agent reports directly to the controller.
 #[derive(Debug, Clone)]
 struct RackServer {
     server: PoolServer,
@@ -70,7 +70,7 @@ fn servers_in_rack(servers: &[RackServer], rack: usize) -> Vec<PoolServer> {
     servers.iter().filter(is_in_rack).map(|server_in_rack| server_in_rack.server.clone()).collect()
 }
 
-/// Returns all servers. Only those that report directly to the controller have loads.
+/// Returns all servers. Only servers that report directly to the controller have loads.
 fn servers_with_direct_loads(servers: &[RackServer]) -> Vec<PoolServer> {
     let with_direct_loads = |server_in_rack: &RackServer| PoolServer {
         loads: server_in_rack.server.loads.clone().filter(|_| server_in_rack.rack_index.is_none()),
@@ -79,7 +79,7 @@ fn servers_with_direct_loads(servers: &[RackServer]) -> Vec<PoolServer> {
     servers.iter().map(with_direct_loads).collect()
 }
 
-/// Changes the servers to their state at the next report. Loads change, some servers do not report, and some join or
+/// Changes the servers to their state at the next report: loads change, some servers do not report, and some join or
 /// leave.
 fn advance_to_next_report(servers: &mut [RackServer], report_index: u64) {
     for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
@@ -105,7 +105,7 @@ fn advance_to_next_report(servers: &mut [RackServer], report_index: u64) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// For every policy, the table from racks' summaries equals the table from the servers' own reports.
+    /// For every policy, the placement table from racks' summaries equals the table from the servers' own reports.
     #[test]
     fn tables_with_and_without_racks_are_equal(
         mut servers in prop::collection::vec(rack_server(), 0..24), bits in 0u32..8, counts_placements_as_requests: bool

@@ -29,8 +29,8 @@ const REPLAY_BATCH_LENGTH: usize = 1 << 20;
 /// Time without a response after which the test fails.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Record of an input to the engine, or of a result that was observed. The records are in the order in which the engine
-/// processes them. After polling all cores, the engine dispatches waiting requests.
+/// Record of an input to the engine, or of an observed result, in the order in which the engine processes them. After
+/// polling all cores, the engine dispatches waiting requests.
 #[derive(Debug, Clone, Copy)]
 enum EngineRecord {
     Submit { now_ns: u64, service: u8 },
@@ -39,7 +39,7 @@ enum EngineRecord {
     Dispatch { now_ns: u64 },
 }
 
-/// Replay of records on the model, and the requests that the model has sent to cores.
+/// Replay of the engine's records on the model, with the requests that the model has sent to cores.
 struct ModelReplay {
     policy_model: JoinBoundedShortestRankedQueue<u64>,
     /// Weight, in thousandths, of a request of one service (column) in the rank for another service (row).
@@ -79,8 +79,8 @@ impl ModelReplay {
         }
     }
 
-    /// Applies a record to the model. Fails when the model decides differently, or sends a request to another core than
-    /// the least ranked one.
+    /// Applies a record to the model. Fails when the model decides differently from the engine, or sends a request to
+    /// another core than the least ranked one.
     fn apply_record(&mut self, record: EngineRecord) -> Result<(), String> {
         match record {
             EngineRecord::Submit { now_ns: now, service } => {
@@ -221,7 +221,7 @@ impl RecordingEngine {
         self.submitted_request_count - self.response_count - dropped_request_count
     }
 
-    /// Replays the records since the last call on the model, and compares the counters.
+    /// Replays the records since the last call on the model, and compares its counters with the engine's.
     fn replay_and_compare(&mut self, replay: &mut ModelReplay) {
         self.unreplayed_records.drain(..).try_for_each(|record| replay.apply_record(record)).unwrap();
         for service in 0..SERVICE_COUNT {
@@ -236,8 +236,8 @@ impl RecordingEngine {
     }
 }
 
-/// Serves the requests of all cores in one thread. Responds with the numbers of the request and of the core, and
-/// enables and disables services at random.
+/// Serves the requests of all cores in one thread. Each response has the numbers of the request and of the core.
+/// Enables and disables services at random.
 fn serve_all_cores(runtime: &OrchestratorConnection, seed: u64, stop_flag: &AtomicBool) -> Result<(), RuntimeError> {
     let mut rng = seeded_rng(seed, 1);
     let mut random_number_below = |bound: u32| uniform_below(&mut rng, bound);
@@ -263,8 +263,8 @@ fn serve_all_cores(runtime: &OrchestratorConnection, seed: u64, stop_flag: &Atom
     Ok(())
 }
 
-/// Runs the engine until `completed_request_count` requests are completed. Calls `check` repeatedly, so that it
-/// consumes the records.
+/// Runs the engine until `completed_request_count` requests are completed. Calls `check` repeatedly, to consume the
+/// recorded events meanwhile.
 fn run_engine(
     config: &DispatchEngineConfig,
     completed_request_count: u64,
@@ -310,7 +310,8 @@ fn run_engine(
     check(&mut recorder);
 }
 
-/// Returns configurations with each rank rule, scheduler and ranking, one with a rate limit, and one with short queues.
+/// Returns engine configurations with each rank rule, scheduler and ranking, one with a rate limit, and one with short
+/// queues.
 fn engine_configs() -> Vec<DispatchEngineConfig> {
     let changed_config = |change: &dyn Fn(&mut DispatchEngineConfig)| {
         let mut config = DispatchEngineConfig {

@@ -47,7 +47,7 @@ fn null_pointers_and_invalid_values_are_rejected() {
     assert_eq!(last_error(), "assignment 3: expected 0 (share), 1 (dedicated) or 2 (hybrid)");
 }
 
-/// Registers service 0. Before this, checks that a registration with another port fails.
+/// Registers service 0, after checking that a registration with another port fails.
 ///
 /// # Safety
 ///

@@ -1,6 +1,6 @@
 //! Compares the committed header with the one that build.rs generates from the source.
 
-/// Environment variable that makes the test write the header first.
+/// Environment variable that makes the test write the C header before it checks the header.
 const WRITE_HEADER_ENV_VARIABLE: &str = "COREWARD_WRITE_HEADER";
 
 #[test]

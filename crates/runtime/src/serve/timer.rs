@@ -97,7 +97,7 @@ fn preempt_periodically<H: RequestHandler + ?Sized>(
     Ok(())
 }
 
-/// Raises this thread's real-time priority by one, if the process has the right to do so.
+/// Raises the calling thread's real-time priority by one, if the process has the right to do so.
 fn raise_thread_priority() {
     let mut current_parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: both calls get a valid structure, and thread 0 is the calling one.

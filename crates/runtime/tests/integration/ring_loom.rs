@@ -20,7 +20,8 @@ impl RingCursor for LoomCursor {
     }
 }
 
-/// Ring for loom, which fails if threads access a slot at the same time or without synchronisation.
+/// Ring for the model checker loom. The test fails if threads access a slot at the same time or without
+/// synchronisation.
 struct LoomRing {
     head: LoomCursor,
     tail: LoomCursor,

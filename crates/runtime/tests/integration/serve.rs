@@ -124,7 +124,7 @@ fn handler_yields_to_higher_priority_after_its_quantum() {
     }
 }
 
-/// Handler whose request of service 1 runs without yield points until a request of service 0 has been served.
+/// Handler that serves a request of service 1 without yield points until a request of service 0 has been served.
 #[derive(Default)]
 struct EndlessHandler {
     has_low_priority_request_started: AtomicBool,
@@ -239,7 +239,7 @@ fn worker_acts_on_a_hint_at_a_yield_point() {
     assert_eq!(recording_handler.recorded_events.into_inner().unwrap(), ["low starts", "hint", "low ends"]);
 }
 
-/// Handler that sends no response to requests of service 0, and responses that are too long to those of service 1.
+/// Handler that sends no response to requests of service 0, and too long responses to requests of service 1.
 struct FeedbackHandler;
 
 impl RequestHandler for FeedbackHandler {

@@ -23,14 +23,14 @@ use super::{
 };
 use crate::cpus::{THIS_THREAD, bind_to_cpu};
 
-/// Number of requests that wait in the socket before the clock starts. They fit the kernel's default receive buffer.
+/// Number of requests in the server's socket when the clock starts. They fit the kernel's default receive buffer.
 const REQUESTS_PER_BURST: u64 = 256;
 pub const CORE_COUNT: u16 = 16;
 /// Maximum time for a burst, which normally takes less than a millisecond.
 const BURST_TIMEOUT: Duration = Duration::from_secs(10);
 const KSOFTIRQD_WAIT: Duration = Duration::from_micros(50);
 
-/// Mean times per request (ns), in the server and for the delivery into its socket.
+/// Mean times per request (ns): in the server, and for the delivery into its socket.
 #[derive(Debug, Clone, Copy)]
 pub struct MeanRequestTimes {
     pub server_ns: f64,
@@ -41,7 +41,7 @@ fn bind_loopback_client() -> anyhow::Result<UdpBatchSocket> {
     Ok(UdpBatchSocket::bind("127.0.0.1:0".parse()?, REQUEST_PAYLOAD.len())?)
 }
 
-/// Receives the responses to a burst, which ksoftirqd may have to deliver on this CPU if the client uses a veth.
+/// Receives the responses to a burst. If the client uses a veth, ksoftirqd may have to deliver them on this CPU.
 fn receive_responses(client: &mut UdpBatchSocket) -> anyhow::Result<()> {
     let (start, mut response_count) = (Instant::now(), 0);
     while response_count < REQUESTS_PER_BURST {
@@ -57,7 +57,8 @@ fn receive_responses(client: &mut UdpBatchSocket) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Measures a server with bursts of requests. Each call of `serve` returns the number of requests it has completed.
+/// Measures a server with bursts of requests. Each call of `serve` lets the server run, and returns the number of
+/// requests that it completed.
 fn measure_mean_request_times(
     client: &mut UdpBatchSocket,
     server: SocketAddrV4,

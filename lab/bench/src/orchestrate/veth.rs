@@ -42,9 +42,8 @@ fn connect_namespaces() -> anyhow::Result<UdpBatchSocket> {
     let server_namespace = open_own_namespace()?;
     let client_namespace_path = format!("/proc/{}/fd/{}", std::process::id(), client_namespace.as_raw_fd());
     run_ip_command(&format!(
-        "link add {VETH_DEVICE_NAME} address {SERVER_MAC} type veth peer name {VETH_DEVICE_NAME} address \
-        {CLIENT_MAC} netns \
-         {client_namespace_path}"
+        "link add {VETH_DEVICE_NAME} address {SERVER_MAC} type veth peer name {VETH_DEVICE_NAME} address {CLIENT_MAC} \
+         netns {client_namespace_path}"
     ))?;
     configure_veth_end(*SERVER_ADDRESS.ip(), CLIENT_ADDRESS, CLIENT_MAC)?;
     setns(&client_namespace, CloneFlags::CLONE_NEWNET).context("entering the client's namespace")?;

@@ -50,7 +50,7 @@ pub const FLOW_TABLE_ENTRIES: u32 = PACKET_COUNT as u32 * 16;
 /// entries are used.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKET_COUNT as u64;
 
-/// Returns the only service's address, which for [`PacketCase::NoService`] differs from the packets' destination.
+/// Returns the address of the only service. For [`PacketCase::NoService`], it differs from the packets' destination.
 fn service_address(case: PacketCase) -> SocketAddr {
     if case == PacketCase::NoService { IPV4_SERVICE_ADDRESS.into() } else { case.destination_address() }
 }
@@ -115,7 +115,7 @@ fn service_settings(case: PacketCase) -> ServiceSettings {
     ServiceSettings { consistency, timestamps, forwarding, ..ServiceSettings::default() }
 }
 
-/// Returns the ids of the pool's servers. They are sparse, like those that the controller assigns.
+/// Returns random ids for the pool's servers. They are sparse, like the ids that the controller assigns.
 fn random_server_ids(case: PacketCase, rng: &mut Xoshiro256PlusPlus) -> anyhow::Result<Vec<ServerId>> {
     let server_id_count =
         if case.is_lb_stamped() { lb_stamping::STAMPABLE_SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
@@ -200,8 +200,8 @@ impl CaseLoadBalancer {
         Ok(balancer)
     }
 
-    /// Sends a response of each server through the load balancer. From these, it learns the servers' clocks, by which
-    /// it restores TSecr.
+    /// Sends a response of each server through the load balancer. From the responses, it learns the servers' clocks, by
+    /// which it restores TSecr.
     fn teach_server_clocks(&self) -> anyhow::Result<()> {
         let FrameTemplate { frame_bytes: mut response_bytes, ports_offset, .. } = response_frame_template();
         let response_ports = &mut response_bytes[ports_offset as usize..][..4];
@@ -295,7 +295,7 @@ impl CaseLoadBalancer {
         packets.collect()
     }
 
-    /// Returns a TSecr with the LB-side stamp of a random server.
+    /// Returns a TSecr as sent by this client, with the stamp that the load balancer adds for a random server.
     fn random_server_tsecr(&self, client: &SocketAddrV4, rng: &mut Xoshiro256PlusPlus) -> u32 {
         let server_id = self.server_ids[uniform_below(rng, self.server_ids.len() as u32) as usize];
         lb_stamping::stamp_tsval(
@@ -307,7 +307,7 @@ impl CaseLoadBalancer {
         )
     }
 
-    /// Returns the index of each client's connection-table entry.
+    /// Returns the index of each connection's entry in the connection table, by the client's address.
     pub fn connection_indexes_by_client(&self) -> HashMap<SocketAddr, ConnectionIndex> {
         let lb = self.load_balancer.borrow();
         lb.connections(self.service_index).map(|connection| (connection.client, connection.index)).collect()
@@ -319,12 +319,12 @@ impl CaseLoadBalancer {
         self.load_balancer.borrow_mut().attach(interface, XdpMode::Native).map(drop)
     }
 
-    /// Returns a descriptor of the program, for test runs whose results are not checked.
+    /// Returns a new descriptor of the load balancer's XDP program, for test runs whose results are not checked.
     pub fn duplicate_program_descriptor(&self) -> anyhow::Result<OwnedFd> {
         Ok(self.load_balancer.borrow().program_fd().try_clone_to_owned()?)
     }
 
-    /// Returns all counters of the service, or those for packets without a service if the case has none.
+    /// Returns the packet counters of the service, or those of packets without a service if the case has no service.
     pub fn case_packet_counters(&self) -> PacketCounters {
         let lb = self.load_balancer.borrow();
         match self.case {
@@ -333,8 +333,8 @@ impl CaseLoadBalancer {
         }
     }
 
-    /// Runs the program on `packet_count` packets and returns the mean time (ns). Afterwards, frees all entries that
-    /// the packets took. Fails when the program does not treat each packet as the case expects.
+    /// Runs the program on `packet_count` packets and returns the mean time per packet (ns). Afterwards, frees all
+    /// entries that the packets took. Fails when the program does not treat each packet as the case expects.
     pub fn run_packet_batches(
         &self,
         runner: &PacketRunner,
@@ -388,8 +388,8 @@ impl CaseLoadBalancer {
         Ok(run_result.mean_ns)
     }
 
-    /// Runs the program on `packet_count` packets without a check of their counters. Fails when the verdict on the last
-    /// packet is not the one that the case expects.
+    /// Runs the program on `packet_count` packets without a check of the counters. Fails when the verdict on the last
+    /// packet differs from the expected verdict.
     pub fn run_and_count(
         &self,
         runner: &PacketRunner,
@@ -433,8 +433,8 @@ impl CaseLoadBalancer {
     }
 }
 
-/// Returns a random table of 128 buckets. Each bucket has one candidate with the rule `Table` (as for `crossrss`), and
-/// eight candidates with any other rule.
+/// Returns a random placement table of 128 buckets. Each bucket has one candidate with the rule `Table` (as for
+/// `crossrss`), and eight candidates with any other rule.
 fn random_placement_table(
     rule: PlacementRule,
     rss_group_count: usize,

@@ -20,15 +20,15 @@ use crate::report::ReportTable;
 /// Numbers of open connections for which all modes are measured.
 const CONNECTION_COUNTS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKET_COUNT];
 
-/// Costs of all modes with the same number of open connections.
+/// Costs per packet of all modes with one number of open connections.
 pub struct ConnectionCountCosts {
     pub connection_count: usize,
     pub stateless: CaseMeasurement,
     pub stateful: CaseMeasurement,
     pub hash_table: CaseMeasurement,
-    /// Cost of the stateless program above the empty one (ns), if one more cache line is loaded in parallel.
+    /// Cost of the stateless program above the empty one (ns), if the generator also loads a cache line in parallel.
     pub ns_with_parallel_cache_line: NsByRound,
-    /// Cost of the stateless program above the empty one (ns), if it must first wait for one more cache line.
+    /// Cost of the stateless program above the empty one (ns), if it must first wait for a cache line from memory.
     pub ns_after_awaited_cache_line: NsByRound,
 }
 
@@ -89,8 +89,8 @@ fn measure_connection_count(connection_count: usize, args: &XdpBenchArgs) -> any
     })
 }
 
-/// Creates a runner of the stateless mode's packets. The cache line of each packet is that of its connection's entry in
-/// the stateful mode's table.
+/// Creates a runner of packets of the stateless mode. With each packet, it can load the cache line of the connection's
+/// entry in the stateful mode's table.
 fn create_runner_with_table_lines(
     stateless: &CaseLoadBalancer,
     stateful: &CaseLoadBalancer,

@@ -33,7 +33,7 @@ const CONNECTION_COUNT: usize = 1 << 17;
 /// Goal for the cost that a flood adds to established packets (%).
 const FLOOD_EXCESS_GOAL: MeasurementGoal = MeasurementGoal::AtMost(10.0);
 
-/// Consistency mode and state of the program that is flooded.
+/// Consistency mode of the flooded program, and state of its connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FloodedProgram {
     Stateless,
@@ -41,8 +41,8 @@ enum FloodedProgram {
     StatefulWithFreeEntries,
     /// Stateful mode with a full connection table, in which no SYN finds a free entry.
     StatefulWithFullTable,
-    /// Baseline in which every SYN adds an entry to the LRU hash. Once the hash is full, each new entry replaces that
-    /// of another connection.
+    /// Baseline in which every SYN adds an entry to the LRU hash. Once the hash is full, each new entry replaces the
+    /// entry of another connection.
     HashTable,
 }
 
@@ -90,10 +90,11 @@ struct FloodMeasurement {
     ns_without_flood: [NsByRound; 2],
     /// Times per packet during a flood (ns), by round, for the empty program and for the load balancer.
     ns_in_flood: [NsByRound; 2],
-    /// Fraction of the open connections' packets that found their server's entry during the floods.
+    /// Fraction of the open connections' packets during the floods for which the entry of the connection's server was
+    /// found.
     found_entry_fraction: f64,
     flood_counts: FloodCounts,
-    /// Number of SYNs that found no free entry.
+    /// Number of SYNs of the floods that found no free connection-table entry.
     syns_without_entry: u64,
     /// Memory of all maps before the first SYN of a flood, and after the last one.
     memory_before_and_after: [BpfMapMemory; 2],
@@ -101,8 +102,8 @@ struct FloodMeasurement {
     initial_and_max_used_entries: [usize; 2],
 }
 
-/// Measures all flooded programs in a new thread, which is bound to a CPU. Fails without root, with fewer than two
-/// CPUs, or when a packet is not treated as expected.
+/// Measures all programs under a flood in a new thread, which is bound to a CPU. Fails without root, with fewer than
+/// two CPUs, or when a packet is not treated as expected.
 pub fn run_flood_bench(length: &MeasurementLength) -> anyhow::Result<BenchReport> {
     namespace::measure_in_thread("flood", length, measure_flooded_programs)
 }
@@ -129,11 +130,11 @@ pub fn first_two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
     }
 }
 
-/// Load balancer that is flooded, with the packets of its open connections.
+/// Load balancer to be flooded, with packets of its open connections.
 struct FloodTarget {
     balancer: CaseLoadBalancer,
     runner: PacketRunner,
-    /// Indices of the connection-table entries that are used before any flood.
+    /// Indices of the connection-table entries that are used before the first flood.
     open_connections: HashSet<ConnectionIndex>,
 }
 
@@ -180,7 +181,7 @@ impl FloodTarget {
 }
 
 impl FloodMeasurement {
-    /// Returns a measurement without any rounds, with the target's state before the first flood.
+    /// Returns a measurement without rounds, which has the target's state before the first flood.
     fn before_flood(flooded_program: FloodedProgram, target: &FloodTarget) -> anyhow::Result<Self> {
         Ok(Self {
             flooded_program,
@@ -194,7 +195,7 @@ impl FloodMeasurement {
         })
     }
 
-    /// Adds the SYNs of a flood, and the number of connection-table entries that are used after it.
+    /// Adds a flood to the totals, with the number of connection-table entries in use after it.
     fn add_flood(&mut self, flood_counts: FloodCounts, used_entry_count: usize) {
         self.flood_counts.syn_count += flood_counts.syn_count;
         self.flood_counts.cpu_seconds += flood_counts.cpu_seconds;
@@ -264,7 +265,8 @@ fn measure_flooded_program(
     Ok(measurement)
 }
 
-/// Returns how many of the floods' SYNs found no free entry. Fails unless each SYN was counted as a first packet.
+/// Returns the number of the floods' SYNs that found no free entry. Fails unless each SYN was counted as a first
+/// packet.
 fn count_syns_without_entry(
     counters_before: &PacketCounters,
     counters_after: &PacketCounters,
@@ -300,7 +302,7 @@ fn run_established_packets(
     Ok((mean_ns, 0))
 }
 
-/// Floods the program until no entry of the connection table is free. Fails after 10 s.
+/// Floods the program with SYNs until no entry of the connection table is free. Fails if this takes more than 10 s.
 fn fill_connection_table(
     balancer: &CaseLoadBalancer,
     flooded_program: FloodedProgram,
@@ -319,7 +321,7 @@ fn fill_connection_table(
     anyhow::bail!("{} of {entry_count} entries are in use after a flood of 10 s", balancer.used_entry_count())
 }
 
-/// Returns for each round by how many percent its value in `rounds` exceeds its value in `base_rounds`.
+/// Returns, for each round, the percentage by which its value in `rounds` exceeds its value in `base_rounds`.
 fn excess_percent_by_round(rounds: &[f64], base_rounds: &[f64]) -> NsByRound {
     rounds.iter().zip(base_rounds).map(|(ns, base_ns)| (ns / base_ns - 1.0) * 100.0).collect()
 }
@@ -422,7 +424,7 @@ fn describe_method(length: &MeasurementLength, cpus: [usize; 2], memory: &BpfMap
     )
 }
 
-/// Returns a sentence on whether the two CPUs share a core, as the kernel reports it (also in a virtual machine).
+/// Returns a sentence that states whether the two CPUs share a core. In a virtual machine, this is the kernel's view.
 fn describe_cpu_topology(cpus: [usize; 2]) -> String {
     let read_thread_siblings = |cpu: usize| {
         let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");

@@ -12,7 +12,8 @@ use super::runner::PACKET_COUNT;
 use super::workload::{NewConnectionCase, PacketCase};
 use crate::report::MeasurementGoal;
 
-/// Cost of parsing a packet and swapping its MACs above the empty program, on the goals' machine (an AMD EPYC), in ns.
+/// Cost (ns) of parsing a packet and swapping its MACs, above the empty program, on the machine of the goals (an AMD
+/// EPYC).
 const REFERENCE_PARSE_AND_SWAP_NS: f64 = 4.5;
 /// Maximum cost of an IPv6 packet, as a multiple of an IPv4 packet's cost.
 const MAX_IPV6_COST_FACTOR: f64 = 1.3;
@@ -22,9 +23,9 @@ const MAX_IPV6_COST_FACTOR: f64 = 1.3;
 enum CostLimit {
     /// Cost (ns) on the machine for which the goals were set, to be scaled to this machine.
     ReferenceNs(f64),
-    /// Cost like `ReferenceNs`, to which the cost of one cache miss is added after scaling.
+    /// Cost like `ReferenceNs`, plus the cost of one cache miss, which is added after scaling.
     CacheMissPlusReferenceNs(f64),
-    /// Cost of this IPv4 case, to be multiplied by the factor for IPv6.
+    /// Cost of this IPv4 case times [`MAX_IPV6_COST_FACTOR`].
     RelativeToIpv4(PacketCase),
 }
 
@@ -52,7 +53,7 @@ fn cost_limit(case: PacketCase) -> Option<CostLimit> {
     }
 }
 
-/// Returns the maximum cost of a new connection's first packet on the goals' machine (ns), if it has a goal.
+/// Returns the maximum cost of a new connection's first packet on the goals' machine (ns), or `None` if it has no goal.
 fn new_connection_limit_ns(new_connection: NewConnectionCase) -> Option<f64> {
     match (new_connection.consistency, new_connection.placement_rule, new_connection.rss_group_count) {
         (ConsistencyMode::Stateful, ..) => Some(160.0),
@@ -73,7 +74,7 @@ pub struct CostGoals<'a> {
 }
 
 impl<'a> CostGoals<'a> {
-    /// Takes the baseline and the cost of a cache miss from the measurements. Panics when there are none.
+    /// Takes both costs from the measurements. Panics when there are no measurements.
     pub fn new(established_costs: &'a [ConnectionCountCosts], separate_cases: &'a [CaseMeasurement]) -> Self {
         let established_measurements = established_costs
             .iter()

@@ -27,7 +27,7 @@ pub struct InterleavedProgram<'a> {
 }
 
 impl<'a> InterleavedProgram<'a> {
-    /// Returns a program that is run on varied frames without extra cache lines.
+    /// Returns a program whose packets are variations of the runner's frame, without loads of extra cache lines.
     pub fn new(runner: &'a PacketRunner, program: MeasuredProgram<'a>) -> Self {
         Self { runner, generator: PacketGenerator::VariedFrame, program }
     }
@@ -51,7 +51,7 @@ impl<'a> InterleavedProgram<'a> {
     }
 
     /// Runs packets of all connections through the program before its measurement, because other programs have evicted
-    /// its cache lines.
+    /// its data from the caches.
     fn warm_up_caches(&self) -> anyhow::Result<()> {
         match self.program {
             // The SYN of a new connection cannot be repeated.
@@ -98,36 +98,36 @@ pub fn interleave_measurements<T>(
     Ok(results)
 }
 
-/// Returns for each round its value in `rounds` minus its value in `subtracted_rounds`.
+/// Returns the value in `rounds` minus the value in `subtracted_rounds` for each round.
 pub fn differences_by_round(rounds: &[f64], subtracted_rounds: &[f64]) -> NsByRound {
     rounds.iter().zip(subtracted_rounds).map(|(ns, subtracted_ns)| ns - subtracted_ns).collect()
 }
 
-/// Returns the median of the values of all rounds. Panics when there are none.
+/// Returns the median of the values of all rounds. Panics when there are no rounds.
 pub fn median_of_rounds(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }
 
 /// Returns the time of the fastest of `rounds` minus that of the fastest of `subtracted_rounds`. Other guests on shared
-/// CPUs can only make rounds slower, so this difference is the program's cost. The median would include the machine's
+/// CPUs can only slow rounds down, so this difference is the program's cost. The median would include the machine's
 /// load.
 pub fn difference_of_fastest_rounds(rounds: &[f64], subtracted_rounds: &[f64]) -> f64 {
     let fastest_round = |rounds: &[f64]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
     fastest_round(rounds) - fastest_round(subtracted_rounds)
 }
 
-/// Returns the lower and the upper quartile with one decimal, as "LOWER to UPPER".
+/// Returns the lower and the upper quartile of the rounds' values, with one decimal, as "LOWER to UPPER".
 pub fn quartile_range_text(rounds: &[f64]) -> String {
     quartile_range_with_decimals(rounds, 1)
 }
 
-/// Returns the lower and the upper quartile like [`quartile_range_text`], with `decimal_count` decimals.
+/// Returns the text of [`quartile_range_text`], but with `decimal_count` decimals.
 pub fn quartile_range_with_decimals(rounds: &[f64], decimal_count: usize) -> String {
     let [lower_quartile, upper_quartile] = [0.25, 0.75].map(|fraction| nearest_quantile(rounds, fraction));
     format!("{lower_quartile:.decimal_count$} to {upper_quartile:.decimal_count$}")
 }
 
-/// Returns the value that is nearest to the quantile `fraction` (0 to 1) of the values.
+/// Returns the element of `values` that is nearest to their quantile `fraction` (0 to 1).
 fn nearest_quantile(values: &[f64], fraction: f64) -> f64 {
     let mut sorted_values = values.to_vec();
     sorted_values.sort_by(f64::total_cmp);

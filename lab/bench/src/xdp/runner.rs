@@ -18,14 +18,14 @@ mod skeleton {
 
 use skeleton::GeneratedPacketsSkelBuilder;
 
-/// Maximum number of packets in the memory from which `generated_packet` reads them.
+/// Maximum number of packets in the memory from which the BPF function `generated_packet` reads them.
 pub const PACKET_COUNT: usize = 1 << 20;
 
 /// Fields in which generated packets differ, as in `struct variation` of `bpf/feed.h`.
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 pub struct PacketVariation {
-    /// Client's IPv4 address in network byte order, which is also the order of the next two fields.
+    /// Client's IPv4 address in network byte order, which is also the byte order of the next two fields.
     pub client_address: u32,
     pub ports: u32,
     /// Echoed timestamp (TSecr) of the TCP timestamps option.
@@ -42,7 +42,7 @@ pub struct FrameTemplate {
     /// Offset in the frame, in bytes, of the client's IPv4 address, or of the last four bytes of its IPv6 address.
     pub client_offset: u32,
     pub ports_offset: u32,
-    /// Offset of TSecr, or of TSval in a response.
+    /// Offset in the frame, in bytes, of TSecr, or of TSval in a server's response.
     pub tsecr_offset: u32,
     pub destination_port: u16,
 }
@@ -57,7 +57,7 @@ pub enum PacketGenerator {
     AfterAwaitedCacheLine,
     /// Generator that sends packets of new clients.
     GeneratedSource,
-    /// Generator that first removes the outer header which the previous run added to the frame.
+    /// Generator that first removes the outer header which the previous run has added to the frame.
     WithoutOuterHeader,
 }
 
@@ -76,8 +76,8 @@ pub struct PacketRunner {
 }
 
 impl PacketRunner {
-    /// Creates a runner that varies `frame` by each of `packets` in turn. Their number must be a power of two, and each
-    /// `line_index` must be below `line_count`. New clients send to the frame's destination port.
+    /// Creates a runner that varies `frame` by each of `packets` in turn. The number of packets must be a power of two,
+    /// and each `line_index` must be below `line_count`. New clients send to the frame's destination port.
     pub fn new(frame: &FrameTemplate, packets: &[PacketVariation], line_count: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
         let mut skeleton_storage = MaybeUninit::uninit();

@@ -39,7 +39,7 @@ mod skeleton {
 
 use skeleton::GeneratedSegmentsSkelBuilder;
 
-/// Verdict of linux/pkt_cls.h that passes the packet on to the next program.
+/// Verdict of linux/pkt_cls.h that passes the packet on to the next program or the kernel.
 const TC_ACT_UNSPEC: i32 = -1;
 
 /// Kind of packets whose processing cost at a server is measured.
@@ -47,7 +47,7 @@ const TC_ACT_UNSPEC: i32 = -1;
 struct ServerPacketCase {
     direction: PacketDirection,
     is_ipv6: bool,
-    /// Whether the packets belong to a service. If so, the program changes and counts their timestamps.
+    /// Whether the packets belong to a service. If so, the server's program changes and counts their timestamps.
     has_service: bool,
 }
 
@@ -114,7 +114,7 @@ struct LoadedServerPrograms {
 }
 
 impl LoadedServerPrograms {
-    /// Loads the programs with a service at the packets' address, or at another port for a case without a service.
+    /// Loads the programs with a service at the packets' address, or at another port if the case has no service.
     fn new(case: ServerPacketCase) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut random_cookie_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
@@ -204,7 +204,7 @@ impl SegmentPacketRunner {
         })
     }
 
-    /// Returns the mean time of `program` per packet (ns). Fails when the verdict is unexpected.
+    /// Returns the mean time of `program` per packet (ns). Fails when the last verdict is not the expected one.
     fn measure_program(&self, program: BorrowedFd<'_>, packet_count: u32) -> anyhow::Result<f64> {
         write_measured_program(&self.measured_program_map, program)?;
         let (mean_ns, tc_verdict) =

@@ -24,7 +24,7 @@ use crate::report::{BenchReport, MeasurementGoal, ReportTable, TableCell, goal_a
 use generator::{FrameGenerator, GeneratedTraffic, LIVE_PACKET_COUNT, LiveBaselineProgram};
 use wire::{NapiThread, NapiUsage, VethPair, raise_priority};
 
-/// Number of rounds and frames of the measurement.
+/// Number of rounds and frames of the throughput measurement.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ThroughputBenchArgs {
     /// Number of rounds; in each, all kinds of traffic and the floor are measured one after the other
@@ -49,7 +49,7 @@ struct ServiceTraffic {
     placement_rule: PlacementRule,
     /// Number of new clients' SYNs among 16 packets. The other packets belong to open connections.
     syns_per_16_packets: usize,
-    /// Goal for the first baseline's CPU time divided by this traffic's CPU time.
+    /// Goal for the ratio of the first baseline's CPU time per frame to this traffic's CPU time per frame.
     cpu_time_ratio_goal: Option<MeasurementGoal>,
     /// Baseline program that is measured instead of a load balancer.
     baseline: Option<LiveBaselineProgram>,
@@ -102,7 +102,7 @@ impl ServiceTraffic {
         Self::placed_by_table("mixed: 15 established, 1 new; stateful", ConsistencyMode::Stateful, 1, None),
     ];
 
-    /// Returns traffic to a service whose new connections are placed by the table.
+    /// Returns traffic to a service whose new connections are placed by the placement table.
     const fn placed_by_table(
         name: &'static str,
         consistency: ConsistencyMode,
@@ -158,7 +158,7 @@ struct TrafficTestEnv {
     sink_napi_thread: NapiThread,
 }
 
-/// Results of one kind of traffic in one round.
+/// Measured values of one kind of traffic in one round.
 struct TrafficRoundResult {
     /// CPU time of the tested end's thread per frame (ns).
     cpu_ns_per_frame: f64,
@@ -166,7 +166,7 @@ struct TrafficRoundResult {
     million_frames_per_second: f64,
     /// Fraction of the wall-clock time in which the tested end's thread ran.
     busy_fraction: f64,
-    /// Fraction of the frames that came back to the generator's end.
+    /// Fraction of the sent frames that returned to the generator's end.
     returned_fraction: f64,
 }
 

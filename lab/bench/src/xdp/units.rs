@@ -20,10 +20,10 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/units.skel.rs"));
 }
 
-/// Number of operations per run of a program, which is REPEATS of bpf/units.bpf.c.
+/// Number of operations in one run of a program, which is REPEATS of bpf/units.bpf.c.
 const OPERATIONS_PER_RUN: f64 = 64.0;
 
-/// Measures the time of each single operation. Fails without the right to load BPF programs.
+/// Measures the time of each operation of the BPF programs separately. Fails without the right to load BPF programs.
 pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<ReportTable> {
     let mut skeleton_storage = MaybeUninit::uninit();
     let opened_skeleton =

@@ -21,7 +21,7 @@ pub const XDP_TX: i32 = 3;
 pub const IPV4_SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 pub const IPV6_SERVICE_ADDRESS: (Ipv6Addr, u16) =
     (Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1), IPV4_SERVICE_ADDRESS.1);
-/// Port of the VIP that belongs to no service.
+/// Port of the VIP at which there is no service.
 const PORT_WITHOUT_SERVICE: u16 = 81;
 pub const LOAD_BALANCER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
@@ -71,12 +71,12 @@ pub struct NewConnectionCase {
     pub consistency: ConsistencyMode,
     pub placement_rule: PlacementRule,
     pub rss_group_count: usize,
-    /// Number of different connections. When a connection repeats, its entry is free again.
+    /// Number of different connections, after which they repeat. When a connection repeats, its entry is free again.
     pub connection_count: usize,
 }
 
 impl NewConnectionCase {
-    /// New connections that are placed by the table, as with the policy `crossrss`.
+    /// New connections that are placed by the placement table, as with the policy `crossrss`.
     pub const STATELESS: NewConnectionCase = NewConnectionCase {
         consistency: ConsistencyMode::Stateless,
         placement_rule: PlacementRule::Table,
@@ -203,12 +203,13 @@ impl PacketCase {
         counter as usize
     }
 
-    /// Returns whether each packet takes a connection-table entry.
+    /// Returns whether each of the packets takes a connection-table entry.
     pub fn takes_connection_entries(self) -> bool {
         matches!(self, PacketCase::NewConnection(NewConnectionCase { consistency: ConsistencyMode::Stateful, .. }))
     }
 
-    /// Returns whether the SYNs of the packets' connections must have created entries before the measurement.
+    /// Returns whether the SYNs of the packets' connections must be sent before the measurement, to create
+    /// connection-table entries.
     pub fn needs_connection_entry(self) -> bool {
         matches!(self, PacketCase::EstablishedConnections(ConsistencyMode::Stateful | ConsistencyMode::HashTable, _))
     }

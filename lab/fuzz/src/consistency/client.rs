@@ -26,7 +26,7 @@ const MAX_TRANSMISSIONS: u32 = 25;
 /// Mean number of packets per fault. A fault is a lost answer, or a packet that reaches another load balancer than the
 /// other packets of its connection.
 const PACKETS_PER_FAULT: usize = 50;
-/// Number of connections among which one, on average, has no TCP timestamps.
+/// Average number of connections among which one has no TCP timestamps.
 const CONNECTIONS_PER_UNTIMESTAMPED_CONNECTION: usize = 30;
 
 /// Phase of a connection at its client.
@@ -47,9 +47,9 @@ pub(super) struct ClientConnection {
     transmission_count: u32,
     /// Newest TSval that the client has received from the server, which it returns in TSecr.
     newest_server_tsval: u32,
-    /// Index of the server that sent the first SYN-ACK.
+    /// Index of the server that sent the first SYN-ACK, or `None` before it is received.
     server_index: Option<usize>,
-    /// Sockets of this connection at servers. A retransmitted SYN may have created a second socket.
+    /// Sockets of this connection at servers. A retransmitted SYN may have created a socket at a second server.
     server_sockets: Vec<ServerSocket>,
     /// Hash by which the network selects a load balancer for the connection's packets.
     lb_selection_hash: u32,
@@ -223,7 +223,8 @@ impl ConsistencyCheck {
         Ok(())
     }
 
-    /// Schedules another transmission of a lost packet, or gives up the connection after the last one.
+    /// Schedules another transmission of a lost packet. After the last permitted transmission, gives up the connection
+    /// instead.
     fn retry_or_give_up(&mut self, connection_index: u32) -> anyhow::Result<()> {
         let connection = self.client_connection_mut(connection_index);
         connection.transmission_count += 1;
@@ -330,7 +331,7 @@ impl ConsistencyCheck {
         Ok(self.deliver_to_server(connection_index, flags, server_index, &frame))
     }
 
-    /// Delivers a broadcast packet to all servers. The connection's server accepts it, and the others ignore it.
+    /// Delivers a broadcast packet to every server. Only the server that has the connection accepts it.
     fn deliver_to_all_servers(&mut self, connection_index: u32) -> PacketDeliveryResult {
         let Some(server_index) = self.client_connection(connection_index).server_index else {
             return PacketDeliveryResult::Lost;
@@ -396,8 +397,8 @@ impl ConsistencyCheck {
         self.chain_to_previous_server(connection_index, server_index, frame)
     }
 
-    /// Forwards a packet without a cookie to the bucket's previous server, whose id the load balancer has written into
-    /// the packet. This happens at a server that does not know the connection.
+    /// Forwards a packet without a cookie from a server that does not know its connection to the bucket's previous
+    /// server. The load balancer has written that server's id into the packet.
     fn chain_to_previous_server(
         &mut self,
         connection_index: u32,

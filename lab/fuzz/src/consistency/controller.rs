@@ -23,7 +23,7 @@ use crate::fuzz_rng::FuzzRng;
 use crate::harness::{FuzzHarness, FuzzHarnessSetup};
 use crate::ipv6;
 
-/// Mean number of servers that take new connections.
+/// Average number of servers that take new connections.
 const MEAN_SERVER_COUNT: usize = 48;
 /// Maximum delay of an update on its way to a load balancer or server (ms).
 const MAX_UPDATE_DELAY_MS: usize = 1_000;
@@ -135,8 +135,8 @@ impl ConsistencyCheck {
 
     // ---- tables ----
 
-    /// Builds the next placement table from the eligible servers. A bucket whose server changes records its previous
-    /// server.
+    /// Builds the next placement table from the eligible servers. If a bucket's server changes, the table also contains
+    /// its previous server.
     fn build_next_table(&mut self) {
         let eligible_servers = self.eligible_server_ids();
         let previous_table = &self.desired_state.placement_table;
@@ -223,7 +223,7 @@ impl ConsistencyCheck {
         Ok(())
     }
 
-    /// Schedules updates that inform all load balancers whether load balancer `owner_index` is alive.
+    /// Schedules updates that inform all load balancers whether the load balancer `owner_index` is alive.
     fn schedule_owner_updates(&mut self, owner_index: usize, max_delay_ms: usize) {
         for lb_index in 0..self.config.load_balancer_count {
             let delay_ms = self.rng.random_below(max_delay_ms) as u64;
@@ -245,7 +245,7 @@ impl ConsistencyCheck {
         Ok(())
     }
 
-    /// Frees the table entries of ended connections, as the daemon's timers do.
+    /// Frees the connection-table entries of ended connections at load balancer `lb_index`, as the daemon's timers do.
     pub(super) fn free_ended_connections(&mut self, lb_index: usize) -> anyhow::Result<()> {
         let SimulatedLoadBalancer { harness, is_running, .. } = &mut self.load_balancers[lb_index];
         if *is_running {

@@ -44,11 +44,11 @@ pub struct ConsistencyCheckConfig {
     pub connection_count: u32,
     /// Virtual time during which connections are opened (minutes).
     pub arrival_minutes: u32,
-    /// Number of changes per minute of virtual time. A server or load balancer joins or leaves, or health, addresses or
-    /// tables change.
+    /// Number of changes per minute of virtual time. A change lets a server or load balancer join or leave, or alters
+    /// health, addresses or tables.
     pub changes_per_minute: u32,
-    /// Interval between new keys (ms). It must exceed a connection's longest idle time ([`MAX_IDLE_MS`]), because
-    /// otherwise another key would decode the connection's cookie.
+    /// Interval between new cookie keys (ms). It must exceed a connection's longest idle time ([`MAX_IDLE_MS`]),
+    /// because otherwise another key would decode the connection's cookie.
     pub key_rotation_ms: u64,
     pub load_balancer_count: usize,
     /// Consistency mode of the service: stateless or stateful.
@@ -135,7 +135,7 @@ struct ConsistencyCheck {
     opened_connection_count: u32,
     /// Addresses and ports of the clients with open connections.
     open_clients: HashSet<(Ipv4Addr, u16)>,
-    /// Addresses and ports of clients whose connections have ended, of which some are used again.
+    /// Addresses and ports of clients whose connections have ended. Some of them are used again.
     ended_clients: Vec<(Ipv4Addr, u16)>,
     report: ConsistencyCheckReport,
 }
@@ -144,7 +144,8 @@ fn load_balancer_mac(lb_index: usize) -> MacAddress {
     [2, 0, 0, 0, 0, lb_index as u8]
 }
 
-/// Runs a simulation. Fails when a BPF program and its reference model differ, or the kernel rejects an update.
+/// Runs a simulation of connections during changes of the fleet. Fails when a BPF program and its reference model
+/// differ, or the kernel rejects an update.
 pub fn simulate_and_check_consistency(config: ConsistencyCheckConfig) -> anyhow::Result<ConsistencyCheckReport> {
     let mut simulation = ConsistencyCheck::new(config)?;
     while let Some(Reverse((time_ms, _, event))) = simulation.scheduled_events.pop() {
@@ -188,8 +189,8 @@ impl ConsistencyCheck {
         }
     }
 
-    /// Processes a frame in load balancer `lb_index`. Returns the counter for its outcome, and the frame that the load
-    /// balancer sends.
+    /// Processes a frame in load balancer `lb_index`. Returns the counter of the frame's outcome, and the frame that
+    /// the load balancer sends.
     fn process_frame(&mut self, lb_index: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
         let harness = &mut self.load_balancers[lb_index].harness;
         let (outcome, difference) = harness.process_packet(frame)?;

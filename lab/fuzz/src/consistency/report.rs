@@ -13,13 +13,15 @@ pub struct ConsistencyCheckReport {
     /// Number of connections that ended with a FIN or reset after all their packets.
     pub completed_connections: u64,
     pub connections_lost_with_server: u64,
-    /// Number of connections whose client gave up after repeated drops.
+    /// Number of connections whose client gave up, because its packets were dropped repeatedly.
     pub connections_given_up: u64,
     pub sent_packets: u64,
     pub accepted_packets: u64,
-    /// Number of packets with timestamps that reached a server without their connection, which resets it. Must be 0.
+    /// Number of packets with timestamps that reached a server without their connection, which resets the connection.
+    /// Must be 0.
     pub misdelivered_packets: u64,
-    /// Number of packets with timestamps that another server than the first one accepted. Must be 0.
+    /// Number of packets with timestamps that were accepted by another server than their connection's first server.
+    /// Must be 0.
     pub packets_accepted_by_other_server: u64,
     /// Number of retransmitted SYNs that reached another server than the first SYN.
     pub syns_to_other_server: u64,
@@ -62,7 +64,7 @@ impl ConsistencyCheckReport {
             + self.server_state_changes
     }
 
-    /// Returns whether no packet with timestamps reached a wrong server.
+    /// Returns whether no packet with timestamps reached or was accepted by a wrong server.
     pub fn are_guarantees_kept(&self) -> bool {
         self.misdelivered_packets == 0 && self.packets_accepted_by_other_server == 0
     }

@@ -24,7 +24,8 @@ pub(super) struct SimulatedServer {
     pub connection_count: u32,
     /// Newest keys that this server has received.
     pub cookie_keys: FleetCookieKeys,
-    /// TSval of the server's clock from which the server stamps packets with the current key.
+    /// First TSval at which the server stamps packets with the current key. Before it, the server uses the previous
+    /// key.
     pub key_switch_tsval: u32,
     /// Value of this server's TSval clock at virtual time 0 (ms).
     pub initial_clock_ms: u32,
@@ -48,8 +49,8 @@ pub(super) fn server_index_from_mac(mac: &[u8]) -> Option<usize> {
 }
 
 impl SimulatedServer {
-    /// Returns the socket that a SYN with this TSecr creates. A load balancer may have written a table index into
-    /// TSecr.
+    /// Returns the socket that a SYN creates. Its cookie holds a table index if a load balancer has written one into
+    /// `tsecr`.
     pub fn socket_for_syn(&self, server_index: usize, tsecr: u32) -> ServerSocket {
         let cookie = if tsecr & intf::SYN_TSECR_HOLDS_COOKIE != 0 {
             Cookie::TableIndex((tsecr & intf::COOKIE_ID_MASK) as u16)
@@ -59,7 +60,7 @@ impl SimulatedServer {
         ServerSocket { server_index, cookie }
     }
 
-    /// Replaces the keys. As in an agent, a new current key is first used for stamping one second later.
+    /// Replaces the keys. As a real agent does, the server starts to stamp with a new current key one second later.
     pub fn replace_cookie_keys(&mut self, keys: FleetCookieKeys, now_ms: u64) {
         let switch_delay_ms = if keys.current_key_index == self.cookie_keys.current_key_index { 0 } else { 1_000 };
         self.key_switch_tsval = self.tsval_clock_ms(now_ms).wrapping_add(switch_delay_ms);

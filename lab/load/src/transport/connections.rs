@@ -26,7 +26,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Delay before a failed connection is opened again (ns).
 const RETRY_DELAY_NS: u64 = 100_000_000;
 
-/// Response to a request, as the protocol reports it.
+/// Response that the protocol's parser has found in a connection's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ConnectionReply {
     /// Id of the request, or `None` if the protocol has no ids.
@@ -43,7 +43,7 @@ pub struct ConnectionReply {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MalformedResponse;
 
-/// Protocol of a connection on which responses arrive in the order of the requests.
+/// Protocol on TCP connections, in which responses arrive in the order of the requests.
 pub trait ConnectionProtocol {
     /// Parser state of one connection, which cuts received bytes into replies.
     type ReplyReader: Default + std::fmt::Debug;
@@ -66,7 +66,7 @@ struct PooledConnection<R> {
     stream: TcpStream,
     /// Whether the connection is established.
     is_open: bool,
-    /// Bytes to send for which the socket's buffer had no room yet.
+    /// Bytes that wait to be sent because the socket's buffer had no room.
     unsent_bytes: Vec<u8>,
     /// Ids of the unanswered requests, with the oldest first.
     pending_ids: VecDeque<u32>,
@@ -88,12 +88,12 @@ pub struct ConnectionPool<P: ConnectionProtocol> {
     target_address: SocketAddr,
     flow_sources: FlowSources,
     epoll: Epoll,
-    /// Connections by flow, with `None` between two attempts to open one.
+    /// Connection of each flow, or `None` between two attempts to open it.
     connections: Vec<Option<PooledConnection<P::ReplyReader>>>,
     /// Indices of open connections without a request. The list is unused if the protocol allows pipelining.
     free_connection_indices: Vec<usize>,
     waiting_requests: VecDeque<WaitingRequest>,
-    /// Connections to open again, as pairs of time (ns) and index, with the earliest first.
+    /// Connections to open again, as pairs of due time (ns) and connection index, with the earliest first.
     scheduled_retries: VecDeque<(u64, usize)>,
     rng: Xoshiro256PlusPlus,
     receiver: TimestampedReceiver,
@@ -252,8 +252,8 @@ impl<P: ConnectionProtocol> ConnectionPool<P> {
         }
     }
 
-    /// Reads all available bytes of a connection. A short read means that the socket is empty (epoll(7), question 9),
-    /// unless the end of the stream follows the data.
+    /// Reads all available bytes of a connection. A read that does not fill the buffer has emptied the socket
+    /// (epoll(7), question 9), unless the end of the stream follows.
     fn read_connection(&mut self, index: usize, has_ended: bool, answers: &mut Vec<TransportAnswer>) {
         loop {
             let Some(connection) = &mut self.connections[index] else { return };

@@ -47,10 +47,10 @@ impl ConnectionProtocol for HttpGetClient {
 enum ExpectedResponsePart {
     #[default]
     Head,
-    /// Body of known length, with the number of its remaining bytes.
+    /// Body of known length, given by the number of bytes that remain to be received.
     BodyBytes(u64),
     ChunkSize,
-    /// Chunk, with the number of its remaining bytes including its line end.
+    /// Chunk, given by the number of bytes that remain to be received, including its line end.
     ChunkBytes(u64),
     Trailer,
 }
@@ -100,8 +100,7 @@ pub struct HttpReplyReader {
 }
 
 impl HttpReplyReader {
-    /// Parses the next part of a response from `offset` on, and returns its length, or `None` when the part is
-    /// incomplete.
+    /// Parses the part of a response at `offset`, and returns its length, or `None` when the part is incomplete.
     fn parse_next_part(
         &mut self,
         offset: usize,

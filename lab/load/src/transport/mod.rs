@@ -52,7 +52,7 @@ pub struct TransportAnswer {
     pub worker: Option<AnsweringWorker>,
 }
 
-/// Worker that answered a request, given by its server's number (0 if the target is one server) and its own number.
+/// Worker that answered a request: the number of its server (0 if there is only one), and its number in the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct AnsweringWorker {
     pub server: u8,
@@ -66,7 +66,7 @@ pub struct TransportErrorCounts {
     pub refused: u64,
     /// Number of requests that the kernel did not send because its buffers were full.
     pub not_sent: u64,
-    /// Number of times that received bytes were not a response.
+    /// Number of times that received bytes were not a valid response.
     pub malformed: u64,
     /// Number of responses that report an error, such as HTTP status 400 and above or a PUT into a full store.
     pub failed: u64,

@@ -44,13 +44,13 @@ pub enum SweepAxis {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FigureMetric {
-    /// 99th percentile of the latency of all requests, in short service times.
+    /// 99th percentile of the latency of all requests, in multiples of the short service time.
     P99,
     /// [`FigureMetric::P99`] of the shortest class of requests only.
     ShortP99,
     /// [`FigureMetric::P99`] of the longest class of requests only.
     LongP99,
-    /// Mean latency of all requests, in short service times.
+    /// Mean latency of all requests, in multiples of the short service time.
     Mean,
     /// Highest load at which the p99 latency is within the SLO.
     PeakLoad,

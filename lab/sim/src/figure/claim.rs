@@ -70,7 +70,7 @@ pub enum ValueReduction {
     Mean,
 }
 
-/// Claim that the values of the listed series ascend in this order, at every selected x.
+/// Claim that at every selected x, the values of the listed series ascend from the first series to the last.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AscendingSeriesClaim {
@@ -93,7 +93,7 @@ pub struct ClaimVerdict {
     /// Minimum and maximum of the checked values (medians over the seeds). Absent if there is no such value, for
     /// instance because a curve never reaches the given height. The claim then does not hold.
     pub measured: Option<(f64, f64)>,
-    /// Minimum and maximum of the checked values over the single seeds, instead of their medians.
+    /// Minimum and maximum of the checked values, computed for each seed instead of from medians over the seeds.
     pub seeds: Option<(f64, f64)>,
     pub points: usize,
     /// Bounds of the checked values, as text for the reader.
@@ -102,7 +102,7 @@ pub struct ClaimVerdict {
     pub published: Option<f64>,
 }
 
-/// Number in a table cell that a claim checks: the median over the seeds, or the value of a single seed.
+/// Selection of the number in a table cell that a claim checks: the median over the seeds, or a single seed's value.
 #[derive(Clone, Copy)]
 enum CellValueSelector {
     Median,
@@ -139,8 +139,8 @@ impl Assertion {
         }
     }
 
-    /// Returns the least and greatest allowed value. If series must ascend, each may by default not be below the one
-    /// before it.
+    /// Returns the least and greatest allowed value. For ascending series, the least allowed quotient of neighbours is
+    /// 1 by default.
     fn allowed_value_range(&self) -> (f64, f64) {
         let default_minimum = if self.ascending.is_some() { 1.0 } else { f64::NEG_INFINITY };
         (self.at_least.unwrap_or(default_minimum), self.at_most.unwrap_or(f64::INFINITY))
@@ -193,7 +193,7 @@ impl QuantityRatio {
         Some(reduce_values(quotients, self.take))
     }
 
-    /// Returns all quantities that occur in the ratio and in its nested ratio.
+    /// Returns all quantities in this ratio, and in the ratio by which it is divided.
     pub fn quantities(&self) -> Vec<&FigureQuantity> {
         let nested_quantities = self.than.as_deref().map(QuantityRatio::quantities).unwrap_or_default();
         [&self.of, &self.to].into_iter().chain(nested_quantities).collect()
@@ -201,7 +201,7 @@ impl QuantityRatio {
 }
 
 impl AscendingSeriesClaim {
-    /// Returns, at every point, the value of each series divided by the value of the series before it.
+    /// Returns the value of each listed series divided by that of the series listed before it, at every selected x.
     fn neighbour_quotients(&self, table: &FigureTable, selector: CellValueSelector) -> Option<Vec<f64>> {
         let curve_values: Option<Vec<Vec<f64>>> =
             self.series.iter().map(|label| self.series_quantity(label).values(table, selector)).collect();

@@ -41,7 +41,7 @@ pub struct RunPlanError {
 }
 
 impl FigureScenario {
-    /// Expands the scenario into its runs. Fails at the first panel and series with invalid parameters.
+    /// Returns the runs that the scenario needs. Fails at the first panel and series with invalid parameters.
     pub fn plan_runs(&self) -> Result<RunPlan, RunPlanError> {
         let mut plan = RunPlan { jobs: Vec::new(), plot_points: Vec::new() };
         // Configurations contain floating-point numbers, which cannot be hashed. Their text is therefore the key.
@@ -80,8 +80,8 @@ impl FigureScenario {
         seed: u64,
     ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
         let metric = *panel.measure.get_ref();
-        /// Combines four sets of parameters: the common ones, the panel's, the series' and the swept ones. Later ones
-        /// override earlier ones.
+        /// Combines the scenario's common parameters, the panel's, the series' and the swept one. Later ones in this
+        /// list override earlier ones.
         macro_rules! parameters {
             ($kind:ident) => {
                 self.$kind.as_ref().map(|common| {
@@ -118,7 +118,7 @@ impl FigureScenario {
     }
 }
 
-/// Returns the points of the panel's horizontal axis, each as the displayed x and the swept parameter with its value.
+/// Returns the points of the panel's horizontal axis. Each has the displayed x, and the swept parameter with its value.
 fn swept_points(panel: &FigurePanel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
     match &panel.x {
         None => vec![(0.0, None)],

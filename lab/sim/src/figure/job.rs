@@ -45,7 +45,7 @@ pub enum JobOutcome {
     /// Outcome of [`SimulationJob::Peak`], followed by the cores' throughput at full load (requests per short service
     /// time).
     PeakWithFullLoadThroughput(rpc::PeakLoadEstimate, f64),
-    /// Outcome of [`SimulationJob::Lb`], followed by the run's seeds.
+    /// Outcome of [`SimulationJob::Lb`], followed by the seeds that the run simulated.
     LbWithSeeds(lb::LbSimulationOutcome, Vec<u64>),
     Pcc(pcc::PccSimulationOutcome),
     Path(path::PathSimulationOutcome),
@@ -129,7 +129,7 @@ impl JobOutcome {
     }
 }
 
-/// Returns the result for `seed`, counted from 1, of a run that simulated a single method.
+/// Returns the result for `seed` (counted from 1), from the outcome of a run with a single balancing method.
 fn find_seed_result(outcome: &pcc::PccSimulationOutcome, seed: u64) -> Option<&pcc::PccSeedResult> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }

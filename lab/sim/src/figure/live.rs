@@ -8,8 +8,8 @@
 //!    new variant of [`FigureMetric`](super::axes::FigureMetric). If `[rpc]` or `[path]` is present next to `[live]`,
 //!    series may be `simulated = true`. The simulator then produces these series from the same parameters, and pictures
 //!    show both.
-//! 2. Write a function `fn(&Scenario, ProgressCallback) -> anyhow::Result<Vec<Sample>>` in the crate that measures. If
-//!    rights are missing, its error names them in one sentence.
+//! 2. Write a function `fn(&FigureScenario, ProgressCallback) -> anyhow::Result<Vec<LiveFigureSample>>` in the crate
+//!    that measures. If rights are missing, its error names them in one sentence.
 //! 3. Add an entry to `lab/coreward-lab/src/live.rs`, with the scenario by `include_str!`.
 //!
 //! A live figure is only produced when it is requested by name. `--all` leaves it out, because it needs root and its
@@ -71,7 +71,9 @@ impl LiveFigure {
         let mut values_by_curve: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
         for sample in &samples {
             let curve_indices = find_curve_indices(scenario, sample).with_context(|| {
-                format!("{}: the scenario has no place for {sample:?}", self.embedded_scenario.name)
+                let LiveFigureSample { panel_title, series_label, x, run_number, .. } = sample;
+                let name = self.embedded_scenario.name;
+                format!("{name}: not in the scenario: panel {panel_title:?}, {series_label:?}, x {x}, run {run_number}")
             })?;
             let x = sample.x * x_display_scale(&scenario.panel[curve_indices.0]);
             values_by_curve.entry(curve_indices).or_default().push(SeedValue {

@@ -159,7 +159,7 @@ fn collapse_whitespace(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Renders `text` as HTML paragraphs, which are separated by empty lines in `text`.
+/// Renders `text` as HTML, with a paragraph for each part between empty lines.
 fn render_paragraphs(text: &str) -> String {
     let paragraphs: Vec<String> =
         text.trim().split("\n\n").map(|paragraph| escape_html(&collapse_whitespace(paragraph))).collect();

@@ -42,8 +42,8 @@ impl FigureProvenance {
         Self { measured_on: Some(machine), ..self }
     }
 
-    /// Returns whether both provenances have the same inputs, on whatever machine. If so, the figure need not be
-    /// produced again.
+    /// Returns whether both figures come from the same inputs, even if on different machines. If so, the stored figure
+    /// can be used again.
     pub fn has_same_inputs(&self, other: &Self) -> bool {
         (&self.command, &self.version, &self.scenario) == (&other.command, &other.version, &other.scenario)
     }

@@ -52,7 +52,7 @@ fn build_table(scenario: &FigureScenario, plan: &RunPlan, outcomes: &[JobOutcome
 pub struct SeedValue {
     /// Value of x as shown on the horizontal axis.
     pub x: f64,
-    /// Number of the seed or run, counted from 1.
+    /// Number of the seed (or of the run, in a live figure), counted from 1.
     pub seed: u64,
     /// Simulated or measured value, not yet scaled for display.
     pub y: f64,

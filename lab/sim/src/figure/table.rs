@@ -59,8 +59,8 @@ impl FigureCurve {
 pub const FIGURE_CSV_COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
 
 impl FigureTable {
-    /// Returns the rows of the table, one per point, with the columns [`FIGURE_CSV_COLUMNS`]. Published points that are
-    /// not simulated have no median.
+    /// Returns the rows of the table, one per point, with the columns [`FIGURE_CSV_COLUMNS`]. A published point without
+    /// a simulated one has no median.
     pub fn csv_rows(&self) -> Vec<Vec<String>> {
         let curves = self.panels.iter().flat_map(|panel| panel.curves.iter().map(move |curve| (panel, curve)));
         curves.flat_map(|(panel, curve)| curve_csv_rows(panel, curve)).collect()

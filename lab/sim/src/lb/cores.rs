@@ -3,7 +3,7 @@
 /// Maximum number of packets that wait while a core serves one, as in CrossRSS's FastClick queues (CoNEXT'20).
 pub const MAX_QUEUED_PACKETS: u32 = 128;
 
-/// Rounding error allowed in sums of service times, as a fraction of one packet's service time.
+/// Allowed rounding error of a core's backlog, as a fraction of one packet's service time.
 const PACKET_ROUNDING_TOLERANCE: f64 = 1e-6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,7 +27,7 @@ pub enum CoreCapacity {
 pub struct SimulatedCores {
     packet_cost_ns: f64,
     has_limited_capacity: bool,
-    /// Longest waiting time at which an arriving packet is still accepted (ns).
+    /// Longest waiting time for which a core still accepts an arriving packet (ns).
     max_wait_ns: f64,
     arrived_packet_counts: Vec<u64>,
     dropped_packet_counts: Vec<u64>,

@@ -16,8 +16,8 @@ pub struct TraceHistoryLoad {
     packets_at_time_zero: Vec<f64>,
     /// Packet rate of each flow (packets per ns).
     flow_packets_per_ns: Vec<f64>,
-    /// Time of the last call of [`Self::core_busy_ns`] (ns). The next two fields are each core's packets and busy time
-    /// (ns) by then.
+    /// Time of the last call of [`Self::core_busy_ns`] (ns). The next two fields are each core's packet count and busy
+    /// time (ns) at that call.
     last_read_ns: u64,
     last_read_packets: Vec<f64>,
     core_busy_ns: Vec<f64>,

@@ -25,8 +25,8 @@ impl PlacementOracle {
         Self { core_rate_units: vec![0; cores], flow_rate_units: Vec::new() }
     }
 
-    /// Assigns a new flow to the least loaded of the reachable cores and returns this core. Returns `None` if the
-    /// flow's rate is unknown.
+    /// Assigns a new flow to the least loaded of the cores that it can reach, and returns that core. Returns `None` if
+    /// the flow's rate is unknown.
     pub fn place_flow(
         &mut self,
         flow: u32,

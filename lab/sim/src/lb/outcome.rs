@@ -13,7 +13,7 @@ pub struct LbSeedResult {
     pub server_variance_pct: f64,
     /// Variance of the cores' served packets relative to their mean (%).
     pub core_variance_pct: f64,
-    /// Number of packets at the busiest core, divided by the mean of all cores.
+    /// Number of packets that the busiest core served, divided by the mean of all cores.
     pub max_over_mean: f64,
     /// Percentage of packets that were dropped because they found a full queue.
     pub dropped_pct: f64,
@@ -62,11 +62,11 @@ pub struct LbSimulationOutcome {
     pub policies: Vec<PolicyOutcome>,
     /// Number of simulated packets. It is the mean over the seeds if each seed has its own traffic.
     pub packets: u64,
-    /// Number of flows that began, averaged over seeds like `packets`.
+    /// Number of flows that began, averaged over the seeds if each has its own traffic.
     pub flows: u64,
-    /// Duration of the trace (s), averaged over seeds like `packets`.
+    /// Duration of the trace (s), averaged over the seeds if each has its own traffic.
     pub seconds: f64,
-    /// Number of skipped packets for each reason, averaged over seeds like `packets`.
+    /// Number of skipped packets for each reason, averaged over the seeds if each has its own traffic.
     pub skipped: PacketSkipCounts,
     /// Number of packets whose time stamp was earlier than that of the packet before. Both packets count as
     /// simultaneous.

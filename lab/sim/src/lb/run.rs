@@ -10,8 +10,8 @@ use super::{Error, LbSimulationConfig};
 use crate::par_map_ordered;
 use crate::trace::{PacketBatch, PacketSkipCounts, Trace};
 
-/// Busy time that a packet adds to a core of unlimited capacity (ns). Policies compare loads and ignore their unit.
-/// With 1 us, both the load of a few packets/s and that of millions can be represented.
+/// Busy time that a packet adds to a core of unlimited capacity (ns). Its size is arbitrary, because policies only
+/// compare loads. With 1 us, the load of a few packets/s and that of millions can both be represented.
 const UNLIMITED_CORE_PACKET_COST_NS: f64 = 1_000.0;
 
 /// Simulates every policy with every seed. Fails with an [`Error`] when the configuration or the trace is invalid.
@@ -34,7 +34,7 @@ pub fn run(config: &LbSimulationConfig) -> Result<LbSimulationOutcome, Error> {
 
 /// Results of one pass through a trace, for all policies and the given seeds.
 struct TracePassResults {
-    /// Results of all simulations, grouped by policy and then ordered by seed.
+    /// Results of all simulations: one vector per policy, with one result per seed.
     seed_results: Vec<Vec<LbSeedResult>>,
     packet_count: u64,
     flow_count: u64,
@@ -44,7 +44,7 @@ struct TracePassResults {
 }
 
 impl TracePassResults {
-    /// Simulates every policy with each of these seeds. All of them get the traffic that the first seed determines.
+    /// Simulates every policy with each of these seeds. All simulations get the traffic that the first seed determines.
     fn simulate_seeds(config: &LbSimulationConfig, seeds: &[u64]) -> Result<Self, Error> {
         let mut trace = config.trace.open_overlay(seeds[0], config.trace_copy_count, config.read_options)?;
         let speed = config.replay_speed;

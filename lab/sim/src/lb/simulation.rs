@@ -17,8 +17,8 @@ use crate::trace::{PacketBatch, TracePacket};
 /// Random stream of [`seeded_rng`] from which server ids and the fleet's RSS key are drawn.
 const RNG_STREAM_SERVERS: u64 = 21;
 
-/// Maximum number of reports processed in a pause of the trace. After these, all smoothed loads are 0 (0.5^1000), so
-/// the remaining reports have no effect and are skipped. Otherwise a capture with a gap of a year would take a day.
+/// Maximum number of reports processed in a pause of the trace. By then, all smoothed loads are 0 (0.5^1000), so
+/// further reports have no effect and are skipped. Otherwise a capture with a gap of a year would take a day.
 const MAX_REPORTS_PER_GAP: u64 = 1_000;
 
 /// Policy or oracle that places new connections.
@@ -39,7 +39,7 @@ impl PlacementMethod {
     }
 }
 
-/// Results of the windows measured so far, one value per window in each field.
+/// Results of the windows measured so far. Each field has one value per window.
 #[derive(Debug, Default)]
 struct MeasuredWindowResults {
     server_variance_pct: Vec<f64>,
@@ -85,7 +85,8 @@ pub struct LbSimulation {
     table_delay_ns: u64,
     pending_table: Option<(u64, PlacementTable)>,
     window_end_ns: u64,
-    /// Counters at the end of the newest window. The next field has those of the first window, which is not measured.
+    /// Counters at the end of the newest window. The next field has the counters at the end of the first window, which
+    /// is not measured.
     last_window_counters: CoreCounterSnapshot,
     first_window_counters: Option<CoreCounterSnapshot>,
     window_results: MeasuredWindowResults,

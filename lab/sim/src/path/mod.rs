@@ -54,7 +54,7 @@ pub struct PathSimulationConfig {
     pub requests_per_connection: f64,
     /// Mean time between two successive requests of a connection (exponential).
     pub request_gap: f64,
-    /// Spread of the connections' mean gaps, as the sigma of their lognormal distribution, from 0 to 3.
+    /// Spread of the mean gaps between requests over the connections: sigma (0 to 3) of their lognormal distribution.
     pub rate_sigma: f64,
     /// Number of buckets in the placement table, and also of entries in each server's indirection table.
     pub bucket_count: BucketCount,

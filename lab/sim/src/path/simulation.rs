@@ -17,7 +17,8 @@ use crate::rpc::server::{
 use crate::rpc::ticks::{NEVER, Tick, units_to_ticks};
 use crate::rpc::{CoreSelectionPolicy, ServiceTimeSampler};
 
-/// Random streams of [`seeded_rng`] for servers, service times, hashes, and the times at which agents report.
+/// First of four random streams of [`seeded_rng`]: for servers, service times, hashes, and the times at which agents
+/// read loads.
 const RNG_STREAM_SERVERS: u64 = 0x7061_7411;
 const RNG_STREAM_SERVICES: u64 = 0x7061_7412;
 const RNG_STREAM_HASHES: u64 = 0x7061_7413;
@@ -40,7 +41,7 @@ pub struct PathSimulation<'a> {
     window_results: MeasuredWindowResults,
 }
 
-/// Last reading that a server's agent took of the busy times of its cores.
+/// Last reading of a server's core busy times by its agent, and the time of the next one.
 #[derive(Debug, Clone)]
 struct BusyTimeReading {
     next_read_at: Tick,
@@ -104,7 +105,7 @@ impl ResponseTracker {
     }
 }
 
-/// Results of all measured windows, and the cores' busy times at the start of the current window.
+/// Variances in all windows measured so far, and the cores' busy times at the start of the current window.
 #[derive(Debug)]
 struct MeasuredWindowResults {
     window_start_busy_times: Vec<Tick>,
@@ -122,7 +123,7 @@ impl MeasuredWindowResults {
     }
 }
 
-/// Visitor that returns a server in a box, so that servers of different types fit into one list.
+/// Visitor that puts a server into a `Box<dyn ...>`, so that servers of different types fit into one list.
 struct ServerBoxingVisitor;
 
 impl<S: ResponseSink> ServerVisitor<S> for ServerBoxingVisitor {
@@ -157,7 +158,7 @@ fn build_random_fleet(config: &PathSimulationConfig, seed: u64) -> SimulatedClus
     fleet
 }
 
-/// Returns the servers' initial readings, which are all 0, with the times at which their agents take the first ones.
+/// Returns the initial reading of each server, with busy times of 0 and the time of its agent's first reading.
 fn initial_busy_time_readings(config: &PathSimulationConfig, seed: u64) -> Vec<BusyTimeReading> {
     let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
     let report_interval = config.seconds_to_ticks(config.report_interval_ms / 1e3);
@@ -310,14 +311,14 @@ impl<'a> PathSimulation<'a> {
         busy_times
     }
 
-    /// Returns the index of the server whose agent is the next to read its cores.
+    /// Returns the index of the server whose agent is the next to read the busy times of its cores.
     fn next_server_to_read(&self) -> usize {
         let next_reading = self.busy_time_readings.iter().enumerate().min_by_key(|(_, reading)| reading.next_read_at);
         next_reading.expect("at least one server").0
     }
 
-    /// Reads the busy times of a server's cores, as its agent does. Every core gets the mean if each connection has one
-    /// request and the server's policy ignores the core that RSS selects.
+    /// Reads the busy times of a server's cores, as its agent does. Stores their mean for each core if connections have
+    /// one request each, and the server's policy does not follow RSS.
     fn read_core_busy_times(&mut self, server_index: usize, now: Tick) {
         let server = &mut self.servers[server_index];
         server.advance(now, &mut self.response_tracker);

@@ -25,7 +25,7 @@ pub enum TrafficEvent {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnectionId(pub u32);
 
-/// Number of a connection's remaining requests, and the mean gap between two requests (ticks).
+/// Number of requests that a connection has yet to send, and the mean gap between two of them (ticks).
 #[derive(Debug, Clone, Copy)]
 struct RemainingRequests {
     remaining_request_count: u64,
@@ -44,7 +44,7 @@ pub struct SimulatedTraffic {
     rate_sigma: f64,
     next_connection_at: Tick,
     scheduled_requests: BinaryHeap<Reverse<(Tick, ConnectionId)>>,
-    /// Remaining requests of each connection, indexed by its id.
+    /// Requests that each connection has yet to send, indexed by the connection's id.
     pending_requests: Vec<RemainingRequests>,
     connection_rng: Xoshiro256PlusPlus,
     request_rng: Xoshiro256PlusPlus,
@@ -99,7 +99,7 @@ impl SimulatedTraffic {
         TrafficEvent::ConnectionOpened(self.draw_tuple())
     }
 
-    /// Draws a 4-tuple with a random client in 10.0.0.0/8. Two connections rarely get the same one.
+    /// Draws a 4-tuple with a random client in 10.0.0.0/8. Connections rarely get the same 4-tuple.
     fn draw_tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from(0x0a00_0000 | uniform_below(&mut self.connection_rng, 1 << 24));
         let port = 1_024 + uniform_below(&mut self.connection_rng, 65_536 - 1_024) as u16;

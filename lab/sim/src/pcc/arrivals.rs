@@ -10,7 +10,7 @@ use super::clock::{Nanoseconds, from_seconds, nanoseconds_to_seconds};
 use super::mix::ConnectionMix;
 use crate::random::draw_exponential;
 
-/// Random stream of [`seeded_rng`] that only arrivals use, so that all methods get the same connections.
+/// Random stream of [`seeded_rng`] for arrivals only, so that all balancing methods get the same connections.
 const RNG_STREAM_ARRIVALS: u64 = 200;
 
 /// Process by which clients open connections.
@@ -19,8 +19,8 @@ pub enum ArrivalProcess {
     /// Poisson arrivals, at a rate that keeps the given mean number of connections open.
     OpenLoop { mean_open_connections: f64 },
     /// Closed loop, as in the load generator of Cheetah's Fig. 9 (`includes/httpclient.py` of
-    /// github.com/cheetahlb/experiments). Every client repeats each request of the mix, but only after that request has
-    /// ended. Long requests are therefore open most of the time, and most new requests are short.
+    /// github.com/cheetahlb/experiments). Every client sends each request of the mix, and sends it again when it has
+    /// ended. Most open requests are therefore long, and most new requests are short.
     ClosedLoop { clients: u32, request_rate: RequestRateWave },
 }
 
@@ -36,7 +36,8 @@ pub struct RequestRateWave {
 }
 
 impl RequestRateWave {
-    /// Returns the request rate at a time, which follows the first half of a sine wave from base to peak and back.
+    /// Returns the request rate at the time `second` (s) of the wave. It rises and falls like the first half of a sine
+    /// wave.
     fn request_rate_at(&self, second: f64) -> f64 {
         if second <= 0.0 || second >= self.duration_s {
             return self.base_per_s;
@@ -49,7 +50,7 @@ impl RequestRateWave {
     }
 }
 
-/// Source of one simulation's connections, in the order of their starts.
+/// Source of new connections for one simulation, in the order of their starts.
 #[derive(Debug)]
 pub struct ConnectionSource {
     arrivals: ArrivalProcess,
@@ -62,7 +63,8 @@ pub struct ConnectionSource {
 }
 
 impl ConnectionSource {
-    /// Creates the source of connections with these arrivals. A closed loop's wave starts at the end of the warm-up.
+    /// Creates a source of connections. For a closed loop, the wave of the request rate starts at the end of the
+    /// warm-up.
     pub fn new(arrivals: ArrivalProcess, mix: &ConnectionMix, warm_up_duration: Nanoseconds, seed: u64) -> Self {
         let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
         let mut source = Self {

@@ -18,13 +18,13 @@ pub struct PlacedConnection {
 pub trait LoadBalancerSet {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection;
 
-    /// Counts a connection that has just been opened on its server.
+    /// Adds a newly opened connection to the count of its server.
     fn on_connection_opened(&mut self, _connection: &OpenConnection, _cluster: &Cluster) {}
 
-    /// Removes a connection that has just been closed from its server's count.
+    /// Subtracts a closed connection from the count of its server.
     fn on_connection_closed(&mut self, _connection: &OpenConnection, _cluster: &Cluster) {}
 
-    /// Updates the tables after the pool has changed. It is also called before the first connection.
+    /// Updates the tables after the server pool has changed. This function is also called before the first connection.
     fn on_servers_changed(&mut self, cluster: &Cluster);
 
     fn on_load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut OpenConnectionSet) {}
@@ -38,7 +38,7 @@ pub trait LoadBalancerSet {
     fn process_reports(&mut self, _cluster: &Cluster) {}
 
     /// Returns the time at which the connection's packets first went to another server than its own, or `None` if they
-    /// never did. Without [`super::PccSimulationConfig::records_per_second_counts`] no history is stored, so the
-    /// returned time is the current one.
+    /// never did. Without [`super::PccSimulationConfig::records_per_second_counts`], no history is stored, and the
+    /// current time represents the unknown break time.
     fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

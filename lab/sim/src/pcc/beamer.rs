@@ -41,8 +41,8 @@ enum BeamerServerState {
 pub struct BeamerBalancers {
     table: BucketTable,
     server_states: Vec<BeamerServerState>,
-    /// Buckets that each server owns. A serving server uses its own buckets, and those of a suspended server are lent
-    /// to others.
+    /// Buckets that each server owns. A server uses its own buckets, unless it is suspended and they are lent to
+    /// others.
     owned_buckets: Vec<Vec<u32>>,
     /// Buckets that each server has borrowed from suspended servers.
     borrowed_buckets: Vec<Vec<u32>>,
@@ -89,12 +89,12 @@ impl BeamerBalancers {
             .collect()
     }
 
-    /// Returns a sort key that orders servers by their number of buckets, with ties in random order.
+    /// Returns a sort key for `server` that orders servers by their number of buckets, with ties in random order.
     fn bucket_sort_key(&mut self, bucket_count: usize, server: u16) -> (usize, u32, u16) {
         (bucket_count, self.rng.next_u32(), server)
     }
 
-    /// Lends the buckets, one by one, to the serving server that has the fewest buckets.
+    /// Lends each of `buckets` to the serving server that has the fewest buckets at that time.
     fn lend_buckets(&mut self, buckets: Vec<u32>) {
         let used_bucket_count = |beamer: &Self, server: u16| {
             beamer.owned_buckets[usize::from(server)].len() + beamer.borrowed_buckets[usize::from(server)].len()
@@ -129,7 +129,7 @@ impl BeamerBalancers {
         }
     }
 
-    /// Returns a borrowed bucket to the server that owns it.
+    /// Takes a borrowed bucket from the server that has borrowed it.
     fn return_bucket(&mut self, bucket: u32) {
         let borrowing_server = self.table.current_server(bucket as usize);
         let borrowed_buckets = &mut self.borrowed_buckets[usize::from(borrowing_server)];

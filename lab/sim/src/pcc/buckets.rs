@@ -8,18 +8,18 @@ use super::connections::OpenConnection;
 #[derive(Debug, Clone, Copy)]
 struct BucketServer {
     server: u16,
-    /// Number of the table change by which the server became reachable. Connections from before it used another server.
+    /// Number of the table change by which the server became reachable. Older connections started on another server.
     reachable_since_change: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct BucketEntry {
     current: BucketServer,
-    /// Previous server, to which `current` forwards packets of unknown connections if the table uses daisy chaining.
+    /// Previous server of the bucket. With daisy chaining, `current` forwards packets of unknown connections to it.
     previous: BucketServer,
 }
 
-/// Server that a bucket's packets no longer reach. They reached it between two table changes, whose numbers are stored.
+/// Server that a bucket's packets no longer reach, with the numbers of the table changes between which they reached it.
 #[derive(Debug, Clone, Copy)]
 struct BucketEviction {
     server: u16,
@@ -41,7 +41,7 @@ pub fn hash_to_bucket(hash: u64, bucket_count: usize) -> usize {
 pub struct BucketTable {
     buckets: Vec<BucketEntry>,
     uses_daisy_chaining: bool,
-    /// Number of table changes so far. A connection stores the number at the time of its first packet.
+    /// Number of table changes so far. Each connection stores this number as it was at the connection's first packet.
     table_change_count: u32,
     last_change_at: Nanoseconds,
     evictions_by_bucket: Option<Vec<Vec<BucketEviction>>>,
@@ -76,13 +76,13 @@ impl BucketTable {
         self.table_change_count.into()
     }
 
-    /// Starts a table change. All assignments until the next call belong to it.
+    /// Starts a table change, to which all assignments belong until the next call of this function.
     pub fn begin_table_change(&mut self, now: Nanoseconds) {
         self.table_change_count += 1;
         self.last_change_at = now;
     }
 
-    /// Assigns a bucket to a server, as part of the current change.
+    /// Assigns a bucket to a server, as part of the table change that was begun last.
     pub fn assign_bucket(&mut self, bucket: usize, server: u16) {
         let entry = &mut self.buckets[bucket];
         if entry.current.server == server {

@@ -25,13 +25,13 @@ const INDIRECTION_ENTRY_COUNT: usize = 128;
 /// Mean core load that policies receive. The value is arbitrary, because policies only use ratios of loads.
 const MEAN_CORE_LOAD: f64 = 0.5;
 
-/// Load balancers that place connections by one policy and put the server's id into a cookie.
+/// Load balancers that place connections by a policy and put the server's id into a cookie, as in Cheetah.
 pub struct CheetahBalancers {
     policy: Box<dyn Policy>,
     load_info: LoadInfo,
     bucket_count: BucketCount,
     table: PlacementTable,
-    /// Placement state of each load balancer, with its round-robin positions and its counts of assigned connections.
+    /// State of each load balancer, with its round-robin position and its counts of assigned connections.
     placement_states: Vec<PlacementTableState>,
     table_generation: u64,
     cookie_keys: FleetCookieKeys,
@@ -83,7 +83,7 @@ impl CheetahBalancers {
         }
     }
 
-    /// Returns the server pool from which the policy computes a table.
+    /// Returns the server pool from which the policy computes a placement table.
     fn build_server_pool(&self, cluster: &Cluster) -> ServerPool {
         let total_connections: u64 = self.core_connection_counts.iter().map(|count| u64::from(*count)).sum();
         let mean_connections =
@@ -122,7 +122,7 @@ impl CheetahBalancers {
         self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY_NAME
     }
 
-    /// Computes a new table for all load balancers, which keep their positions in the round-robin order.
+    /// Computes a new placement table for all load balancers. Each keeps its position in the round-robin order.
     fn replace_table(&mut self, cluster: &Cluster) {
         self.table_generation += 1;
         self.table =
@@ -140,7 +140,7 @@ impl CheetahBalancers {
         }
     }
 
-    /// Copies the current numbers of open connections into the table's loads.
+    /// Copies each server's current number of open connections to where the table's placement rule reads it.
     fn copy_connection_counts(&mut self, cluster: &Cluster) {
         self.table_positions.fill(usize::MAX);
         if self.uses_current_counts() {
@@ -157,8 +157,7 @@ impl CheetahBalancers {
         }
     }
 
-    /// Updates a server's connection count in the table, unless [`PlacementTable::select_and_count_server`] has already
-    /// updated it.
+    /// Copies a server's current number of open connections to where the table's placement rule reads it.
     fn update_connection_count(&mut self, server: u16, cluster: &Cluster) {
         let position = self.table_positions[usize::from(server)];
         if position == usize::MAX {
@@ -199,7 +198,7 @@ impl CheetahBalancers {
     }
 }
 
-/// Name of the only policy that is implemented differently for current connection counts.
+/// Name of the only policy whose implementation differs when load balancers know the current connection counts.
 const LEAST_POLICY_NAME: &str = "least";
 
 fn single_bucket_count() -> BucketCount {
@@ -259,7 +258,7 @@ impl LoadBalancerSet for CheetahBalancers {
         self.replace_table(cluster);
     }
 
-    /// Checks the cookie as one load balancer decodes it, because all load balancers decode the same server.
+    /// Compares the connection's server with the one in its cookie, which all load balancers decode in the same way.
     fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.decoded_cookie(connection) != Cookie::Server(server_id(connection.server))).then_some(cluster.now)
     }

@@ -3,7 +3,7 @@
 /// Point in time or duration (ns).
 pub type Nanoseconds = u64;
 
-/// Converts seconds to nanoseconds, rounded to the nearest one. Negative values become 0.
+/// Converts seconds to nanoseconds, rounded to the nearest integer. Negative values become 0.
 pub fn from_seconds(seconds: f64) -> Nanoseconds {
     (seconds * 1e9).round() as Nanoseconds
 }

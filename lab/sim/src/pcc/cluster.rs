@@ -40,8 +40,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Creates a cluster with `servers` in the pool, `spare_servers` outside it, and `load_balancers`. Imbalance is
-    /// measured from the time `start` on.
+    /// Creates a cluster with these numbers of servers in the pool, servers outside it, and load balancers. Imbalance
+    /// is measured from the time `start` on.
     pub fn new(servers: usize, spare_servers: usize, load_balancers: usize, start: Nanoseconds) -> Self {
         let mut imbalance = ImbalanceTracker::starting_at(start);
         (0..servers).for_each(|_| imbalance.add_server(0));
@@ -83,8 +83,8 @@ impl Cluster {
         &self.load_balancers
     }
 
-    /// Returns the load balancer that an equal-cost multi-path router selects for a connection, by hash modulo their
-    /// number. Of the methods in RFC 2992, this one moves the most connections when the number changes.
+    /// Returns the load balancer that an equal-cost multi-path router selects for a connection: its hash modulo their
+    /// number. Of the methods in RFC 2992, this moves the most connections when the number changes.
     pub fn select_load_balancer(&self, identity: u64) -> u8 {
         self.load_balancers[(identity >> 32) as usize % self.load_balancers.len()]
     }

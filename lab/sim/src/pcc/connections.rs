@@ -7,12 +7,12 @@ use super::mix::ConnectionMix;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct OpenConnection {
-    /// Random number that identifies the connection instead of a 4-tuple.
+    /// Random number that identifies the connection. Its hashes and its 4-tuple are derived from this number.
     pub identity: u64,
     /// State that the method stores for the connection, in the load balancers or in the connection's packets.
     pub stored_state: u64,
     pub start: Nanoseconds,
-    /// First time at which a load balancer change sent the connection's packets to another server.
+    /// First time at which an added or removed load balancer sent the connection's packets to another server.
     pub rerouted_at: Option<Nanoseconds>,
     /// Server that received the connection's first packet.
     pub server: u16,
@@ -27,10 +27,10 @@ pub struct OpenConnection {
 pub struct OpenConnectionSet {
     slots: Vec<Option<OpenConnection>>,
     free_slots: Vec<u32>,
-    /// End times of each kind's connections in ascending order, with the connections' indices in `slots`.
+    /// End times of the connections of each kind in ascending order, with their indices in `slots`.
     end_times_by_kind: Vec<VecDeque<(Nanoseconds, u32)>>,
     kind_durations: Vec<Nanoseconds>,
-    /// Next end time of each kind's connections, or [`NO_END_TIME`] if no connection of the kind is open.
+    /// Earliest end time of the open connections of each kind, or [`NO_END_TIME`] if there are none.
     next_end_times: Vec<Nanoseconds>,
     next_ending_kind: usize,
     open_connection_count: usize,

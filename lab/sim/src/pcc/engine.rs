@@ -168,8 +168,8 @@ impl<'a, B: LoadBalancerSet> PccSimulation<'a, B> {
         }
     }
 
-    /// Returns the time at which the client notices the break. This is its next acknowledgement, or at the latest the
-    /// regular end of the connection.
+    /// Returns the time at which the client notices that the connection is broken. This is its next acknowledgement, at
+    /// the latest the connection's regular end.
     fn break_notice_time(&self, connection: &OpenConnection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind_index)];
         let packet_count = u128::from(kind.packet_count);

@@ -20,8 +20,7 @@ pub fn bucket_count(servers: usize, buckets_per_server: u32) -> usize {
 /// Minimum number of buckets per server according to Maglev's paper (NSDI'16, Sect. 5.3).
 const MAGLEV_BUCKETS_PER_SERVER: usize = 100;
 
-/// Larger of the table sizes in Maglev's paper (NSDI'16, Sect. 5.3). Pools for which the default size has too few
-/// buckets use it.
+/// Larger of the table sizes in Maglev's paper (NSDI'16, Sect. 5.3), for pools that are too large for the smaller one.
 const MAGLEV_LARGE_TABLE_SIZE: usize = 655_373;
 
 impl HashLayout {
@@ -34,7 +33,7 @@ impl HashLayout {
         }
     }
 
-    /// Returns, for each bucket, the index of its server in `servers`.
+    /// Returns the server of each bucket, as an index into `servers`.
     pub fn server_indices(self, servers: &[ServerId], table_size: usize) -> Vec<usize> {
         match self {
             HashLayout::Striped => modulo_table(servers.len(), table_size),
@@ -44,7 +43,7 @@ impl HashLayout {
     }
 }
 
-/// Stateless hashing, which sends every packet to the server that currently has the packet's bucket.
+/// Stateless hashing, which sends every packet to the server that currently has the bucket of the packet's hash.
 #[derive(Debug)]
 pub struct StatelessHashing {
     layout: HashLayout,
@@ -123,8 +122,8 @@ impl LoadBalancerSet for StatefulHashing {
         self.fallback_hashing.on_servers_changed(cluster);
     }
 
-    /// Updates all connections, because each may now reach another load balancer. Connections whose new load balancer
-    /// hashes them to their own server keep that server.
+    /// Updates all connections, because their packets may now reach another load balancer. A connection keeps its
+    /// server if the new load balancer also hashes it there.
     fn on_load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut OpenConnectionSet) {
         // A load balancer that stops or restarts loses its connection table.
         let surviving_mask = self.load_balancer_mask & load_balancer_bits(cluster.load_balancers());

@@ -3,17 +3,17 @@
 
 use super::clock::Nanoseconds;
 
-/// Tracker of the imbalance between the pool's servers. It processes every change in constant time.
+/// Tracker of the imbalance between the servers' connection counts. It processes every change in constant time.
 #[derive(Debug)]
 pub struct ImbalanceTracker {
-    /// Number of servers that have each number of connections, indexed by the number of connections.
+    /// Histogram of the servers' connection counts: the number of servers with n connections at index n.
     server_histogram: Vec<u32>,
     server_count: u64,
     connection_count: u64,
     max_connections: usize,
     updated_at: Nanoseconds,
-    /// Integral of the imbalance (max/mean) over the time with at least one connection. The next field is that time
-    /// (ns).
+    /// Integral of the imbalance (max/mean) over the time with at least one connection (ns). The next field is that
+    /// time.
     imbalance_integral: f64,
     time_with_connections_ns: f64,
 }

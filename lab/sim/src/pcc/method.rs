@@ -20,34 +20,35 @@ pub enum BalancingMethod {
     },
     /// Connection table in each load balancer, in front of a table of buckets (`stateful-hash[:LAYOUT]`).
     Stateful(HashLayout),
-    /// Cookie that names the recent pool configuration by which its connection is hashed
+    /// Cookie with a tag for one of the recent pool configurations, by which the connection's packets are hashed
     /// (`history-tag[-kept]:BITS[:LAYOUT]`).
     HistoryTag {
         /// Number of bits in the tag, from 0 to [`MAX_TAG_BITS`].
         tag_bits: u8,
-        /// Whether the tags of open connections are replaced by newer ones.
+        /// Whether an open connection receives a newer tag when that tag also leads to its server.
         renews_tags: bool,
         layout: HashLayout,
     },
-    /// Cookie that names one of several hash functions (`hash-index:BITS[+TAG_BITS][:LAYOUT]`). It is the function that
-    /// led to the least loaded server when the connection began.
+    /// Cookie with the index of one of several hash functions (`hash-index:BITS[+TAG_BITS][:LAYOUT]`). When the
+    /// connection began, this function led to the least loaded server.
     HashIndex {
         /// Number of bits in the index, from 0 to [`MAX_INDEX_BITS`].
         index_bits: u8,
-        /// Number of bits in an additional history tag, from 0 to [`MAX_TAG_BITS`].
+        /// Number of bits in an additional tag, as in `history-tag`, from 0 to [`MAX_TAG_BITS`].
         tag_bits: u8,
         layout: HashLayout,
     },
-    /// Cookie that names the connection's server, which a policy of the load balancer has chosen (`cheetah:POLICY`).
+    /// Cookie with the id of the connection's server, which a policy of the load balancer has chosen
+    /// (`cheetah:POLICY`).
     Cheetah {
         /// Name of the policy, one of [`policy::policy_names`].
         policy: &'static str,
     },
 }
 
-/// Maximum number of bits in a tag. A tag and an index must fit together into a cookie's 16 bits.
+/// Maximum number of bits in a cookie's history tag. Tag and hash index together must fit into the cookie's 16 bits.
 pub const MAX_TAG_BITS: u8 = 12;
-/// Maximum number of bits in an index, which allows 16 hash functions.
+/// Maximum number of bits in a cookie's hash index, which allows 16 hash functions.
 pub const MAX_INDEX_BITS: u8 = 4;
 
 /// Rule by which a table assigns its buckets to servers.
@@ -57,7 +58,7 @@ pub enum HashLayout {
     Striped,
     /// Each bucket belongs to the server of the next point on a ring (`consistent-hash`).
     Ring,
-    /// The servers take turns to claim buckets, and each bucket belongs to the first that claims it (`maglev`).
+    /// The servers take turns to claim buckets, and each bucket belongs to the first server that claims it (`maglev`).
     Maglev,
 }
 

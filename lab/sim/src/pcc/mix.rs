@@ -50,13 +50,13 @@ const WEB_SERVER_CONNECTIONS: [(u64, f64, u16); 33] = [
     (150_403_355, 54_783.396, 28),
 ];
 
-/// Number of bytes in each write of the experiment's server (`includes/httpserver.py`).
+/// Number of bytes that the experiment's server sends in each write (`includes/httpserver.py`).
 const BYTES_PER_PACKET: f64 = 125.0;
 
 #[derive(Debug, Clone)]
 pub struct ConnectionMix {
     kinds: Vec<ConnectionKind>,
-    /// Indices of the kinds, each repeated as often as its weight.
+    /// Indices of the connection kinds, each repeated as often as its weight.
     weighted_kind_indices: Vec<u8>,
     mean_duration_ns: f64,
 }

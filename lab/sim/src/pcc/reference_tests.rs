@@ -26,7 +26,7 @@ trait ReferenceNetwork<B> {
     /// Records the server to which a connection's first packet went.
     fn begin_connection(&mut self, connection: &OpenConnection, cluster: &Cluster);
 
-    /// Returns the server that a packet of the connection reaches.
+    /// Sends a packet of the connection through the model, and returns the server that it reaches.
     fn send_packet(&mut self, connection: &OpenConnection, balancer: &B, cluster: &Cluster) -> u16;
 }
 
@@ -171,7 +171,8 @@ impl ReferenceNetwork<StatefulHashing> for ConnectionTableNetwork {
     }
 }
 
-/// Network model of small cookies. A packet's tag selects a pool configuration, and its index a hash function.
+/// Network model of small cookies. The tag in a packet's cookie selects a pool configuration, and the index a hash
+/// function.
 #[derive(Default)]
 struct TagTableNetwork {
     configuration_number_by_tag: BTreeMap<u32, u32>,
@@ -308,7 +309,7 @@ proptest! {
     }
 }
 
-/// Balancer that checks whether the named policy, `least` or `pow2`, uses current connection counts.
+/// Balancer which checks that its policy (`least` or `pow2`, the second field) uses current connection counts.
 struct CheckedCheetahBalancers(CheetahBalancers, &'static str);
 
 impl LoadBalancerSet for CheckedCheetahBalancers {
@@ -349,7 +350,7 @@ impl LoadBalancerSet for CheckedCheetahBalancers {
     }
 }
 
-/// Checks that the policies use current connection counts if the configuration makes them available.
+/// Checks that the policies `least` and `pow2` use current connection counts if the configuration allows it.
 #[test]
 fn least_and_pow2_policies_use_current_connection_counts() {
     let config = PccSimulationConfig {

@@ -14,7 +14,7 @@ const RNG_STREAM_CHANGES: u64 = 201;
 #[derive(Debug, Clone, PartialEq)]
 pub enum ClusterUpdates {
     /// Random changes as a Poisson process. Additions and removals are equally likely. A change that would leave the
-    /// nominal size +- 10 % is replaced by its opposite.
+    /// range of nominal size +- 10 % is replaced by its opposite.
     PerMinute {
         /// Mean number of servers added or removed per minute.
         servers: f64,
@@ -29,7 +29,7 @@ pub fn max_size_deviation(nominal: usize) -> usize {
     (nominal / 10).max(1)
 }
 
-/// Schedule of one simulation's changes.
+/// Schedule of the server and load balancer changes in one simulation.
 #[derive(Debug)]
 pub struct ClusterChangeSchedule {
     updates: ClusterUpdates,

@@ -22,14 +22,14 @@ use super::connections::OpenConnection;
 use super::method::HashLayout;
 use super::{LoadInfo, PccSimulationConfig};
 
-/// Sizes of a cookie's fields, and whether its tag is renewed.
+/// Sizes of the fields in a small cookie, and whether its tag is renewed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SmallCookieFields {
-    /// Number of bits in the tag, for 2^bits stored configurations. With 0, only the current configuration is used.
+    /// Number of bits in the tag, which distinguishes 2^bits pool configurations. With 0, only the current one is used.
     pub tag_bits: u8,
-    /// Whether the tags of open connections are replaced by newer ones.
+    /// Whether an open connection receives a newer tag when that tag also leads to its server.
     pub renews_tags: bool,
-    /// Number of bits in the index, for 2^bits hash functions.
+    /// Number of bits in the index, which selects one of 2^bits hash functions.
     pub index_bits: u8,
 }
 
@@ -38,13 +38,13 @@ pub struct SmallCookieFields {
 struct PoolConfiguration {
     /// Time from which the configuration applies.
     applies_from: Nanoseconds,
-    /// Server of each bucket. The sequence repeats, because the layout `hash` is periodic and therefore needs no large
-    /// table.
+    /// Server of each bucket. If the vector is shorter than the table, it repeats, because the layout `hash` is
+    /// periodic.
     server_by_bucket: Vec<u16>,
 }
 
-/// Load balancers with one table of buckets per configuration. The state stored for a connection is the number of its
-/// first configuration, with the hash index in the upper 32 bits.
+/// Load balancers with one table of buckets per pool configuration. A connection's stored state is the number of its
+/// first configuration, with its hash index in the upper 32 bits.
 #[derive(Debug)]
 pub struct SmallCookieBalancers {
     cookie_fields: SmallCookieFields,
@@ -52,7 +52,7 @@ pub struct SmallCookieBalancers {
     bucket_count: usize,
     /// Configurations that open connections may still use. The current one is last.
     configurations: VecDeque<PoolConfiguration>,
-    /// Number of the oldest configuration that is still stored.
+    /// Number of the oldest configuration in `configurations`, where configurations are counted from 0.
     oldest_configuration_number: u32,
     longest_duration: Nanoseconds,
     /// Number of connections of each server in its last report, or `None` if policies use current counts.
@@ -60,7 +60,7 @@ pub struct SmallCookieBalancers {
 }
 
 impl SmallCookieBalancers {
-    /// Creates load balancers for the configured cluster. No connection is longer than `longest_duration`.
+    /// Creates the load balancers of a cluster, in which no connection lasts longer than `longest_duration`.
     pub fn new(
         cookie_fields: SmallCookieFields,
         layout: HashLayout,
@@ -79,7 +79,7 @@ impl SmallCookieBalancers {
         }
     }
 
-    /// Returns the number of different tags. The tags of successive configurations repeat after this number.
+    /// Returns the number of different tags, after which the tags of successive configurations repeat.
     pub fn tag_count(&self) -> u32 {
         1 << self.cookie_fields.tag_bits
     }
@@ -94,7 +94,7 @@ impl SmallCookieBalancers {
         self.oldest_configuration_number + self.configurations.len() as u32 - 1
     }
 
-    /// Returns the server that hash function `index` selects for a connection, in a stored configuration.
+    /// Returns the server that hash function `index` selects for a connection in configuration `configuration_number`.
     pub fn select_server(&self, configuration_number: u32, identity: u64, index: u32) -> u16 {
         let hash = if index == 0 { identity } else { mix_hash(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
         let servers = &self.stored_configuration(configuration_number).server_by_bucket;
@@ -112,8 +112,8 @@ impl SmallCookieBalancers {
         )
     }
 
-    /// Returns the connection's tag in configuration `number`, or `None` if its tag no longer leads to its server.
-    /// `previous_tag` is its tag in the configuration before.
+    /// Returns the connection's tag in configuration `number`, or `None` if the tag no longer leads to the connection's
+    /// server. `previous_tag` is the tag in the previous configuration.
     fn surviving_tag(&self, connection: &OpenConnection, previous_tag: u32, number: u32) -> Option<u32> {
         let index = (connection.stored_state >> 32) as u32;
         let has_same_server = self.select_server(number, connection.identity, index) == connection.server;

@@ -7,12 +7,13 @@ use coreward_model::dispatch::OutstandingBoundsByClass;
 
 use crate::names::UnknownName;
 
-/// Limits on the requests of each class at a core. The defaults are those of `coreward dispatch --policy jbsrq`.
+/// Options of the policy `jbsrq-fifo`, which limits the requests at a core. The defaults are those of `coreward
+/// dispatch --policy jbsrq`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBoundOptions {
     /// Number of cores that are reserved for the shortest class, beginning with core 0 (option `reserved`).
     pub reserved_cores: u16,
-    /// Number of outstanding requests at a core from which the dispatcher prefers other cores (option `request_bound`).
+    /// Number of outstanding requests at a core from which the dispatcher prefers other cores (option `bound`).
     pub request_bound: u16,
     /// Number of outstanding requests below which a reserved core also takes other classes (option `reserved-bound`).
     pub reserved_bound: u16,

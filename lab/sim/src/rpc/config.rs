@@ -105,9 +105,9 @@ pub enum Error {
 }
 
 impl RpcSimulationConfig {
-    /// Returns the load below which queues are stable, which is at most [`CoreSelectionPolicy::max_stable_load`]. Under RSS, the cores with
-    /// the most buckets limit it, assuming that all buckets have equal load. Few or uneven connections can still
-    /// overload a core.
+    /// Returns the load below which queues are stable, which is at most [`CoreSelectionPolicy::max_stable_load`]. Under
+    /// RSS, the cores with the most buckets limit it, assuming that all buckets have equal load. Few or uneven
+    /// connections can still overload a core.
     pub fn max_stable_load(&self, bucket_count: u32) -> f64 {
         let policy_capacity = self.policy.max_stable_load(self.service.mean(), self.interface_latency);
         let cores = u32::from(self.cores);

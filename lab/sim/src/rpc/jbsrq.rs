@@ -13,13 +13,15 @@ use crate::names::UnknownName;
 /// Options of the policy `jbsrq`. The defaults are the published values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JbsrqOptions {
-    /// Weight, from 0 to 1, of a lower-priority request at a core relative to one of higher priority (option `lambda`).
+    /// Weight (0 to 1) of a core's queued requests of lower priority, relative to those of higher priority (option
+    /// `lambda`).
     pub lambda: Lambda,
     /// Capacity of a core's queue, including the request in service (option `depth`).
     pub queue_depth: NonZeroU16,
-    /// Rule that determines which of a core's requests count when a service selects its core (option `rank`).
+    /// Rule that determines how much each request at a core counts when cores are compared (option `rank`).
     pub rank_rule: RankRule,
-    /// Rule that determines whether a service that no core accepts blocks the services after it (option `scheduler`).
+    /// Rule that determines whether the next service blocks all others while no core accepts its request (option
+    /// `scheduler`).
     pub scheduler: EligibilityRule,
     /// Time after which a request yields to one of higher priority, in units of service time (option `quantum`).
     pub quantum: f64,
@@ -27,13 +29,13 @@ pub struct JbsrqOptions {
     pub priorities: ClassPriorities,
     /// Time that a core needs to switch to another service, in units of service time (option `switch`).
     pub switch_cost: f64,
-    /// Division of the cores between two services (option `core_assignment_mode`).
+    /// Mode of dividing the cores between two services (option `assignment`).
     pub core_assignment_mode: CoreAssignmentMode,
-    /// Interval at which load monitors poll the NIC's queues, in units of service time (option `monitor_interval`).
+    /// Interval at which load monitors poll the NIC's queues, in units of service time (option `interval`).
     pub monitor_interval: f64,
-    /// Cores that each service always keeps, unless all services share all cores (option `reserved`).
+    /// Numbers of cores that the services always keep, unless all services share all cores (option `reserved`).
     pub reserved_cores: ReservedCores,
-    /// Location of the core allocator's load monitor (option `allocator_location`).
+    /// Location of the load monitor that triggers moves of cores between services (option `allocator`).
     pub allocator_location: CoreAllocatorLocation,
 }
 
@@ -47,7 +49,7 @@ pub enum CoreAllocatorLocation {
 }
 
 impl JbsrqOptions {
-    /// Returns the number of the given cores that serve requests, which excludes a core that the load monitor occupies.
+    /// Returns how many of `cores` cores serve requests, which excludes a core that the load monitor occupies.
     pub fn serving_core_count(&self, cores: u16) -> u16 {
         match self.allocator_location {
             CoreAllocatorLocation::Nic => cores,

@@ -79,7 +79,7 @@ fn simulate(config: &RpcSimulationConfig, load: f64, observer: &mut impl Respons
     spec.build_and_visit(WorkloadRunner { config, offered_load: load, observer })
 }
 
-/// Visitor that sends a workload's requests to the server that it visits.
+/// Visitor that sends the requests of a workload to a simulated server.
 struct WorkloadRunner<'a, O> {
     config: &'a RpcSimulationConfig,
     offered_load: f64,

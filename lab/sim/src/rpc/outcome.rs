@@ -23,7 +23,8 @@ pub struct LatencySummary {
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ClassLatency {
-    /// Service time of the class in units of service time, or the mean if the distribution has no classes.
+    /// Service time of the class, or the mean service time if the distribution has no classes (in units of service
+    /// time).
     pub service: f64,
     #[serde(flatten)]
     pub quantiles: LatencySummary,
@@ -159,10 +160,10 @@ impl LatencyWindows {
 
 /// Observer that measures the responses of a simulation.
 pub trait ResponseObserver: ResponseSink {
-    /// Ends the warm-up, so that requests which arrive at `start_time` or later are measured.
+    /// Ends the warm-up. Requests that arrive at `start_time` or later are measured.
     fn begin_measurement_at(&mut self, start_time: Tick);
 
-    /// Returns whether the result is already certain, so that the simulation can end early.
+    /// Returns whether the observer's result is already certain. If so, the simulation can end early.
     fn is_result_decided(&self) -> bool {
         false
     }

@@ -72,8 +72,8 @@ pub struct PeakLoadEstimate {
     pub high: f64,
 }
 
-/// Searches for the peak load by bisection. At every load, a seed yields the same requests, only with scaled gaps
-/// between them. An error names the value that is out of range, and the allowed range.
+/// Searches for the peak load by bisection. For each seed, all loads get the same requests, and only the gaps between
+/// them are scaled. An error names the value that is out of range, and the allowed range.
 pub fn find_peak_load(search: &PeakLoadSearchConfig) -> Result<PeakLoadEstimate, Error> {
     if !(search.slo_multiple > 0.0 && search.slo_multiple.is_finite()) {
         return Err(Error::InvalidSlo(search.slo_multiple));
@@ -126,7 +126,7 @@ fn meets_slo(search: &PeakLoadSearchConfig, config: &RpcSimulationConfig, load: 
     observer.late_response_count * 100 <= observer.counted_response_count
 }
 
-/// Counter of responses that exceed the SLO. It needs no histogram, and ends a run as soon as the SLO is missed.
+/// Counter of responses whose latency exceeds the SLO. It ends a simulation as soon as the SLO is certainly missed.
 struct SloObserver {
     measurement_start: Tick,
     latency_bound: Tick,
@@ -162,7 +162,8 @@ impl ResponseObserver for SloObserver {
     }
 }
 
-/// Returns the mean of `values` with its 95 % confidence interval. Each value has a resolution of `step`.
+/// Returns the mean of `values` with its 95 % confidence interval, widened by half of `step`, the resolution of the
+/// values.
 fn estimate_with_confidence_interval(values: &[f64], step: f64) -> PeakLoadEstimate {
     let value_count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / value_count;

@@ -30,14 +30,14 @@ pub enum CoreSelectionPolicy {
     ClassBoundedQueue(ClassBoundOptions),
     /// Hashes connections to buckets, which are mapped to cores (`rss`).
     Rss,
-    /// Does the same as `rss`, but redistributes the buckets optimally at every interval T (`rss-rebalanced:T`).
+    /// Does the same as `rss`, but redistributes the buckets over the cores at every interval T (`rss-rebalanced:T`).
     RssRebalancedEvery(f64),
     /// Does the same as `rss`, but lets idle cores steal from the longest queue (`work-stealing[:COST]`). A stolen
     /// request takes COST longer.
     WorkStealingAtCost(f64),
     /// Lets all requests share all cores equally, which no real server can do (`ps`, processor sharing).
     ProcessorSharing,
-    /// Hashes requests to X groups of Y cores, each of which has one ideal queue (`dfcfs:X,Y`).
+    /// Hashes requests to X groups of Y cores, where each group has one ideal queue (`dfcfs:X,Y`).
     GroupedFcfs {
         /// Number of groups (X).
         groups: NonZeroU16,
@@ -99,8 +99,8 @@ impl FromStr for CoreSelectionPolicy {
 }
 
 impl CoreSelectionPolicy {
-    /// Returns the policy `name` with these parameters. An error is the part of the message that follows the policy's
-    /// syntax.
+    /// Returns the policy `name` with these parameters. An error has the text that follows the policy's syntax in the
+    /// message.
     fn parse_parameters(name: &str, parameters: Option<&str>) -> Result<Self, String> {
         match (name, parameters) {
             ("cfcfs", None) => Ok(Self::CentralFcfs),
@@ -144,7 +144,8 @@ fn parse_time(text: &str) -> Option<f64> {
 
 /// Longest time to which a policy's parameter can be set, in units of service time.
 const MAX_PARAMETER_TIME: f64 = 1e6;
-/// Shortest interval between two redistributions of buckets (units of service time). Shorter ones would take hours.
+/// Shortest interval between two redistributions of buckets (units of service time). With shorter ones, simulations
+/// would take hours.
 const MIN_REBALANCE_INTERVAL: f64 = 0.01;
 
 impl fmt::Display for CoreSelectionPolicy {
@@ -179,7 +180,8 @@ impl CoreSelectionPolicy {
         }
     }
 
-    /// Returns whether requests reach the core of their connection's RSS hash, which load balancers can predict.
+    /// Returns whether each request goes to the core that its connection's RSS hash selects, which load balancers can
+    /// predict.
     pub fn follows_rss(&self) -> bool {
         matches!(self, Self::Rss | Self::RssRebalancedEvery(_) | Self::WorkStealingAtCost(_))
     }

@@ -185,7 +185,7 @@ pub enum ServiceTimeSampler {
 const MAX_REQUEST_CLASSES: usize = 3;
 
 /// Sampler of a request's class. A random 32-bit number selects the first class i for which it is below
-/// `thresholds[i]`.
+/// `class_thresholds[i]`.
 #[derive(Debug, Clone)]
 pub struct ServiceTimeClassSampler {
     class_thresholds: [u64; MAX_REQUEST_CLASSES],

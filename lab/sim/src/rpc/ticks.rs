@@ -1,9 +1,9 @@
 //! Simulated time in whole ticks. The order of events therefore does not depend on rounding.
 
-/// Point in time or duration (ticks).
+/// Point in time or duration, counted in ticks ([`TICKS_PER_UNIT`]).
 pub type Tick = u64;
 
-/// Number of ticks per unit of service time. A tick is 6e-8 units, and a run may last 1e12 units.
+/// Number of ticks per unit of service time. A tick is about 6e-8 units, and a run may last 1e12 units.
 pub const TICKS_PER_UNIT: Tick = 1 << 24;
 
 /// Time that is later than all events.

@@ -74,8 +74,8 @@ impl RequestGenerator {
     }
 }
 
-/// Sampler of the requests' connections. The i-th most frequent connection has a share proportional to 1 / i^skew
-/// (Zipf).
+/// Sampler that draws the connection of each request. The i-th most frequent connection has a share proportional to 1 /
+/// i^skew (Zipf).
 #[derive(Debug)]
 struct ConnectionSampler {
     /// Table for Walker's alias method (1977). A draw selects an entry, and then either its connection or its alias.
@@ -84,7 +84,7 @@ struct ConnectionSampler {
 
 #[derive(Debug, Clone, Copy)]
 struct AliasTableEntry {
-    /// Threshold below which a random 32-bit number selects the entry's connection. A greater number selects the alias.
+    /// Threshold below which a random 32-bit number selects the entry's connection. Any other number selects the alias.
     alias_threshold: u64,
     connection_hash: u32,
     alias_hash: u32,

@@ -16,7 +16,7 @@ use super::{CoreServiceRate, FirstPacket, FlowEvent, PacketBatch, PacketSkipCoun
 /// Maximum number of packets in a batch that is merged from several copies.
 const MAX_BATCH_PACKETS: usize = 16_384;
 
-/// Trace of another trace's packets between two times, which are shifted so that the slice starts at 0.
+/// Part of another trace between two times. Packet times are shifted so that this slice starts at 0.
 pub struct TraceSlice {
     trace: Box<dyn Trace>,
     from_ns: u64,
@@ -29,7 +29,8 @@ pub struct TraceSlice {
 }
 
 impl TraceSlice {
-    /// Creates the slice from `from_ns` to `until_ns`. Panics when the trace has a history, which cannot be cut.
+    /// Creates the slice of `trace` from `from_ns` to `until_ns`. Panics when the trace has a history, which cannot be
+    /// cut.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_duration_ns(), 0, "a trace with a history is not cut");
         Self {
@@ -42,7 +43,7 @@ impl TraceSlice {
         }
     }
 
-    /// Copies the packets of `source_batch` that are within the slice, with shifted times.
+    /// Copies the packets of `source_batch` that are within the slice, with times relative to the slice's start.
     fn copy_packets_in_slice(&mut self, source_batch: &PacketBatch, slice_batch: &mut PacketBatch) {
         let mut first_packets = source_batch.first_packets.iter();
         for packet in &source_batch.packets {
@@ -143,7 +144,8 @@ struct TraceCopy {
 }
 
 impl TraceCopy {
-    /// Returns the copy's next packet with its time in the overlay, or `None` at the end of the copy.
+    /// Returns the copy's next packet without consuming it, or `None` at the end of the copy. Its time is that in the
+    /// overlay.
     fn peek_packet(&mut self) -> Result<Option<TracePacket>, TraceError> {
         if self.next_packet_index == self.batch.packets.len() {
             self.trace.read(&mut self.batch)?;
@@ -245,9 +247,9 @@ impl Trace for TraceOverlay {
     }
 }
 
-/// Returns the 4-tuple of a flow in the copy `copy_number` of a trace. Copy 0 has the original 4-tuples. A hash mixes
-/// the addresses, because Toeplitz is linear. With a constant difference between copies, flows that share a bucket
-/// would share one in every copy.
+/// Returns the 4-tuple that a flow has in copy `copy_number` of its trace. Copy 0 keeps the original. Others hash the
+/// addresses, because Toeplitz is linear: with a constant difference, flows that share a bucket would share one in
+/// every copy.
 fn tuple_in_copy(tuple: &FourTuple, copy_number: u32) -> FourTuple {
     let socket_in_copy = |socket: SocketAddr| SocketAddr::new(address_in_copy(socket.ip(), copy_number), socket.port());
     FourTuple::new(socket_in_copy(tuple.client()), socket_in_copy(tuple.vip())).expect("families stay as they are")

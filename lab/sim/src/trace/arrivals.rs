@@ -8,15 +8,15 @@ const MAX_BATCH_PACKETS: usize = 16_384;
 
 pub struct ArrivalLogTrace {
     log: ArrivalLog,
-    /// Requests of the log, each with its time (us), the number of its connection, and its number on this connection.
+    /// Requests of the log. Each has its time (us), its connection's number, and its own number within the connection.
     requests_by_due_time: Vec<(u64, u32, u32)>,
     next_request_index: usize,
     service_rate: CoreServiceRate,
 }
 
 impl ArrivalLogTrace {
-    /// Creates the trace of an arrival log. Fails when the requests have different service times. The error then names
-    /// `path`.
+    /// Creates the trace of an arrival log. Fails with an error that names `path` when the requests have different
+    /// service times.
     pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
         let first_service_us = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
         if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first_service_us) {

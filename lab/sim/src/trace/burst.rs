@@ -10,14 +10,14 @@ use super::campus::{ActiveFlow, FlowGenerator, KeyedFirstPacket, append_packets,
 use super::settings::{TrafficSettingError, parse_settings};
 use super::{PacketBatch, Trace, TraceError};
 
-/// Start of the burst (ns). It is within the first window, which is not measured.
+/// Start of the burst (ns after the trace's start). It is within the first window, which is not measured.
 const BURST_START_NS: u64 = 500_000_000;
 /// Duration of the burst (ns).
 const BURST_DURATION_NS: u64 = 100_000_000;
 /// Duration of each time slice, whose packets are drawn and sorted together (ns).
 const TIME_SLICE_NS: u64 = 20_000_000;
 
-/// Parameters of the burst generator.
+/// Parameters of the generator of traffic with a burst of new connections.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BurstTrafficSettings {
     /// Seed of the traffic, or `None` if each run draws its traffic from the run's seed.
@@ -61,7 +61,7 @@ pub struct BurstTrace {
 }
 
 impl BurstTrace {
-    /// Creates burst traffic with these settings. `seed` is used if the settings contain none.
+    /// Creates burst traffic with these settings. `seed` is used only if the settings contain no seed.
     pub fn new(settings: &BurstTrafficSettings, seed: u64) -> Self {
         let mut flow_generator = FlowGenerator::new(settings.seed.unwrap_or(seed));
         let end_ns = settings.duration_s * 1_000_000_000;

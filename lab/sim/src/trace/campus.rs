@@ -29,8 +29,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::settings::{TrafficSettingError, parse_settings};
 use super::{FirstPacket, FlowEvent, PacketBatch, Trace, TraceError, TracePacket};
 
-/// Component of the mixture for packets per flow, with its weight and distribution. Parameters are those of SciPy with
-/// `loc` 0.
+/// Component of the mixture distribution of packets per flow. Parameters are those of SciPy with `loc` 0.
 struct FlowLengthComponent {
     weight: f64,
     length_distribution: FlowLengthDistribution,
@@ -79,17 +78,18 @@ const MEDIAN_RATE_PPS: f64 = 150.0;
 const FLOW_RATE_LOG_SIGMA: f64 = 1.3;
 /// Maximum number of packets in a flow, which follows from the maximum duration and rate.
 const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE_PPS;
-/// Mean size of the packets in the measured hour (bytes), which has 547 GB in 681 million packets.
+/// Mean packet size in the measured hour of campus traffic (bytes), computed from 547 GB in 681 million packets.
 const MEAN_PACKET_BYTES: u16 = 803;
 /// Duration of each time slice, whose packets are drawn and sorted together (ns).
 const TIME_SLICE_NS: u64 = 20_000_000;
-/// Duration of each time slice in the history (ns). Slices are longer there because a flow has only two events.
+/// Duration of each time slice in the history (ns). Slices are longer there because a flow has only two events, its
+/// start and its end.
 const HISTORY_SLICE_NS: u64 = 100_000_000;
 
-/// Random stream of [`seeded_rng`] for the campus traffic.
+/// Number of the random stream that [`seeded_rng`] uses for the campus traffic.
 const RNG_STREAM_CAMPUS_TRAFFIC: u64 = 20;
 
-/// Parameters of the campus generator.
+/// Parameters of the campus traffic generator.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CampusTrafficSettings {
     /// Seed of the traffic, or `None` if each run draws its traffic from the run's seed.
@@ -98,7 +98,7 @@ pub struct CampusTrafficSettings {
     pub flows_per_s: f64,
     /// Duration of the trace after its history (s), from 1 to 3,600.
     pub duration_s: u64,
-    /// Duration of the history, during which the load balancer runs before the first packet (s), from 0 to 300.
+    /// Duration of the history (s), from 0 to 300. During it, the load balancer runs before the first packet.
     pub history_s: u64,
 }
 
@@ -178,7 +178,7 @@ pub struct CampusTrace {
 pub(super) type KeyedFirstPacket = ((u64, u32), FirstPacket);
 
 impl CampusTrace {
-    /// Creates campus traffic with these settings. `seed` is used if the settings contain none.
+    /// Creates campus traffic with these settings. `seed` is used only if the settings contain no seed.
     pub fn new(settings: &CampusTrafficSettings, seed: u64) -> Self {
         let history_ns = settings.history_s * 1_000_000_000;
         let mut trace = Self {
@@ -311,7 +311,7 @@ fn append_history_events(
     }
 }
 
-/// Skips the packets that the flow has sent during the history, which ends at `history_end_ns`.
+/// Skips the packets that the flow sends before `history_end_ns`, the end of the history.
 fn skip_history_packets(flow: &mut ActiveFlow, history_end_ns: f64) {
     let sent_packets = ((history_end_ns - flow.next_packet_at_ns) / flow.packet_interval_ns)
         .ceil()
@@ -349,7 +349,7 @@ pub(super) fn append_packets(
 pub(super) struct FlowGenerator {
     rng: Xoshiro256PlusPlus,
     rate_distribution: LogNormal<f64>,
-    /// Components of the mixture, each with its cumulative weight and its distribution.
+    /// Components of the mixture of flow lengths, each with its cumulative weight and its distribution.
     mixture_components: Vec<(f64, FlowLengthSampler)>,
 }
 
@@ -400,7 +400,7 @@ impl FlowGenerator {
         (MEDIAN_RATE_PPS * self.rate_distribution.sample(&mut self.rng)).min(MAX_RATE_PPS)
     }
 
-    /// Draws a uniformly distributed number from 0 to below 1.
+    /// Draws a number from 0 (inclusive) to 1 (exclusive), uniformly distributed.
     pub fn draw_uniform(&mut self) -> f64 {
         self.rng.random()
     }

@@ -25,10 +25,10 @@ use coreward_model::FourTuple;
 pub use settings::TrafficSettingError;
 pub use source::{TraceSource, TraceSourceError};
 
-/// Packet of a trace, or the start or end of a flow without a packet.
+/// Event in a trace: a packet, or the start or end of a flow without a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TracePacket {
-    /// Time after the start of the trace, including its history (ns). It never decreases from packet to packet.
+    /// Time after the start of the trace, including its history (ns). It never decreases from one packet to the next.
     pub time_ns: u64,
     pub flow_number: u32,
     /// Number of bytes on the wire, including the Ethernet header, or 0 if the trace has no packet sizes.
@@ -49,7 +49,7 @@ impl FlowEvent {
     /// The packet is the last of its flow, whose number may then be reused.
     pub const CLOSES: FlowEvent = FlowEvent(2);
     pub const OPENS_AND_CLOSES: FlowEvent = FlowEvent(3);
-    /// The flow has ended at an earlier time. There is no packet.
+    /// The flow has ended at or before this time. There is no packet.
     pub const EXPIRES: FlowEvent = FlowEvent(4 | 2);
 
     /// The flow starts during the trace's [history](Trace::history_duration_ns). There is no packet.
@@ -68,7 +68,7 @@ impl FlowEvent {
     }
 }
 
-/// Description of a flow that starts in a trace. It belongs to the flow's first packet.
+/// Description of a flow that starts in a trace. It accompanies the flow's first packet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FirstPacket {
     /// Addresses and ports in the packets that the client sends.
@@ -82,7 +82,7 @@ pub struct FirstPacket {
 pub struct PacketBatch {
     /// Packets in ascending order of time.
     pub packets: Vec<TracePacket>,
-    /// Flows that the packets of this batch open, in the order of these packets.
+    /// Descriptions of the flows that the packets of this batch open, in the order of these packets.
     pub first_packets: Vec<FirstPacket>,
 }
 
@@ -97,7 +97,7 @@ impl PacketBatch {
 /// Number of skipped packets for each reason.
 pub type PacketSkipCounts = BTreeMap<&'static str, u64>;
 
-/// Service rate of the cores that a trace specifies.
+/// Rate at which cores serve packets, if the trace specifies it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CoreServiceRate {
     /// Number of packets (or requests) that a core serves per second.
@@ -115,15 +115,14 @@ pub trait Trace: Send {
         PacketSkipCounts::new()
     }
 
-    /// Returns the number of packets so far whose time stamp was slightly earlier than that of the packet before. Both
-    /// packets count as simultaneous.
+    /// Returns how many packets so far had a slightly earlier time stamp than the packet before. Both packets count as
+    /// simultaneous.
     fn reordered_packet_count(&self) -> u64 {
         0
     }
 
     /// Returns the duration of the history, which precedes the packets (ns). In the history, flows start and end with
-    /// known rates but without packets. The load balancer has placed the flows that are open at the first packet during
-    /// the history.
+    /// known rates but without packets. It lets the load balancer place the flows that are open at the first packet.
     fn history_duration_ns(&self) -> u64 {
         0
     }
@@ -131,7 +130,7 @@ pub trait Trace: Send {
     /// Returns the time at which the trace ends (ns after its start), if this is known in advance.
     fn end_ns(&self) -> Option<u64>;
 
-    /// Returns the cores' service rate, if the trace defines one. In this case requests wait at cores without a limit.
+    /// Returns the cores' service rate, if the trace defines one. Any number of requests may then wait at a core.
     fn core_service_rate(&self) -> Option<CoreServiceRate> {
         None
     }
@@ -142,7 +141,7 @@ pub enum TraceError {
     /// The file cannot be opened or read.
     #[error("{path}: {error}")]
     File { path: String, error: std::io::Error },
-    /// The file is no capture, or is damaged.
+    /// The file is not a capture, or it is damaged.
     #[error("{path}: {error}")]
     Capture { path: String, error: capture::CaptureError },
     /// The file begins like an arrival log but is not a valid one.
@@ -155,9 +154,9 @@ pub enum TraceError {
     )]
     MixedServiceTimes {
         path: String,
-        /// Service time of the first connection (us).
+        /// Service time of the requests on the first connection (us).
         first_service_us: u32,
-        /// Service time of another connection (us).
+        /// Different service time, found on a later connection (us).
         other_service_us: u32,
     },
 }

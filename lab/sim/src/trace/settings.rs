@@ -25,7 +25,7 @@ pub struct TrafficSetting<'a> {
     value: &'a str,
 }
 
-/// Parses the settings in `text` and returns them in the order of the text.
+/// Parses the traffic settings in `text`, and returns them in the order of the text.
 pub fn parse_settings<'a>(
     generator: &'static str,
     text: &'a str,
@@ -37,7 +37,7 @@ pub fn parse_settings<'a>(
 }
 
 impl TrafficSetting<'_> {
-    /// Returns the value as an integer. Fails when it is not an integer, or is not within `range`.
+    /// Returns the setting's value as an integer. Fails when it is not an integer, or is not within `range`.
     pub fn parse_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, TrafficSettingError> {
         self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| TrafficSettingError::InvalidValue {
             generator: self.generator,

@@ -21,7 +21,7 @@ pub enum TraceSource {
     File(PathBuf),
 }
 
-/// Reason why a text does not name the source of a trace.
+/// Reason why a text is not a valid source of a trace.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum TraceSourceError {
     /// The settings of a generator are invalid.
@@ -54,7 +54,7 @@ impl FromStr for TraceSource {
 }
 
 impl TraceSource {
-    /// Returns whether each seed has its own traffic.
+    /// Returns whether each seed of a simulation has its own traffic.
     pub fn varies_with_seed(&self) -> bool {
         matches!(
             self,
@@ -63,8 +63,8 @@ impl TraceSource {
         )
     }
 
-    /// Opens the traffic, which depends on `seed` if [`TraceSource::varies_with_seed`]. Fails when the file cannot be
-    /// read or has an unknown format.
+    /// Opens the traffic, which depends on `seed` only if [`TraceSource::varies_with_seed`] returns true. Fails when
+    /// the file cannot be read or has an unknown format.
     pub fn open_trace(&self, seed: u64, options: CaptureReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         match self {
             TraceSource::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
@@ -113,7 +113,7 @@ impl TraceSource {
         Ok(Box::new(TraceOverlay::new(trace_copies)))
     }
 
-    /// Returns the time just after the last packet (ns since the start of the trace).
+    /// Returns the time just after the trace's last packet (ns since the start of the trace).
     fn measure_duration_ns(&self, seed: u64, options: CaptureReadOptions) -> Result<u64, TraceError> {
         let mut trace = self.open_trace(seed, options)?;
         if let Some(end_ns) = trace.end_ns() {

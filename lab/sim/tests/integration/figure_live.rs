@@ -90,7 +90,7 @@ fn live_samples_give_table_verdict_and_page() {
 
 const LIVE_AND_SIMULATED_TOML: &str = include_str!("compared-live.toml");
 
-/// Live figure whose samples are 0, except that those of run 1 are the scenario's duration.
+/// Live figure whose samples are 0, except in run 1, where they are the scenario's duration.
 const FIGURE_WITH_SIMULATED_SERIES: LiveFigure = LiveFigure {
     embedded_scenario: EmbeddedScenario { name: "compared-live", toml_text: LIVE_AND_SIMULATED_TOML },
     measure: |scenario, _| {
@@ -155,6 +155,6 @@ fn sample_outside_the_panels_is_rejected() {
     let scenario = LIVE_FIGURE.embedded_scenario.parse_scenario().unwrap();
     for live_figure in invalid_figures {
         let error = live_figure.measure_table(&scenario, &|_, _| {}).unwrap_err().to_string();
-        assert!(error.contains("cheetah-5-live: the scenario has no place for Sample"), "{error}");
+        assert!(error.starts_with("cheetah-5-live: not in the scenario: panel \"cost\", \""), "{error}");
     }
 }

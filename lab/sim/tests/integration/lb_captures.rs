@@ -60,7 +60,7 @@ fn read_trace(path: PathBuf) -> Result<TraceContents, String> {
     read_trace_with_options(path, CaptureReadOptions::default())
 }
 
-/// Returns an IPv4 packet that has a TCP header and `option_words` 32-bit words of IPv4 options.
+/// Returns an IPv4 packet that has `option_words` 32-bit words of IPv4 options, and a TCP header with these flags.
 fn build_ipv4_packet(port: u16, tcp_flags: u8, option_words: usize) -> Vec<u8> {
     let mut packet = vec![0; 20 + option_words * 4];
     packet[0] = 0x45 + option_words as u8;
@@ -79,7 +79,8 @@ fn build_tcp_segment(port: u16, flags: u8) -> Vec<u8> {
     segment
 }
 
-/// Returns an IPv6 packet with extension headers (type, bytes), followed by `segment` of the transport `protocol`.
+/// Returns an IPv6 packet with these extension headers (type, bytes), followed by `segment` of the transport
+/// `protocol`.
 fn build_ipv6_packet(headers: &[(u8, Vec<u8>)], protocol: u8, segment: &[u8]) -> Vec<u8> {
     let mut packet = vec![0; 40];
     packet[0] = 0x60;
@@ -110,7 +111,7 @@ fn build_untagged_frame(packet: &[u8]) -> Vec<u8> {
     build_ethernet_frame(&[], 0x0800, packet)
 }
 
-/// Returns a classic capture file with these frames and their times (ns).
+/// Returns a classic pcap file with these frames, each with its time (ns).
 fn build_pcap_file(is_big_endian: bool, has_nanoseconds: bool, link_type: u32, frames: &[(u64, Vec<u8>)]) -> Vec<u8> {
     let u32_to_bytes = |value: u32| if is_big_endian { value.to_be_bytes() } else { value.to_le_bytes() };
     let (magic, unit_ns) = if has_nanoseconds { (0xa1b2_3c4d, 1) } else { (0xa1b2_c3d4, 1_000) };
@@ -131,7 +132,7 @@ fn build_pcapng_block(block_type: u32, body: &[u8]) -> Vec<u8> {
     [&block_type.to_le_bytes()[..], &length, &padded_body, &length].concat()
 }
 
-/// Returns a pcapng file. `interfaces` are pairs (link type, if_tsresol), and `packets` are triples (interface, ticks,
+/// Returns a pcapng file. `interfaces` has pairs (link type, if_tsresol), and `packets` has triples (interface, ticks,
 /// frame).
 fn build_pcapng_file(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> Vec<u8> {
     let mut file =
@@ -153,7 +154,7 @@ fn build_pcapng_file(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec
     file
 }
 
-/// Returns three frames of two flows with their times (ns). Some have IPv4 options.
+/// Returns three frames of two flows, each with its time (ns). Some have IPv4 options.
 fn build_three_frames(to_frame: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
     vec![
         (2_003_000_000, to_frame(&build_ipv4_packet(1_000, 0x02, 0))),

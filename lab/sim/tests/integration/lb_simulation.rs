@@ -45,7 +45,7 @@ fn crossrss_has_less_variance_between_cores_than_other_policies() {
     assert!(outcome.policies.iter().all(|policy| policy.dropped_pct.high == 0.0));
 }
 
-/// Checks a cold start, that is, a simulation that begins amid the traffic, before any core has reported. Its seeds
+/// Checks a cold start, in which a simulation begins amid the traffic, before any core has reported its load. Its seeds
 /// were not used for tuning.
 #[test]
 fn crossrss_plus_is_near_the_oracle_after_a_cold_start() {
@@ -66,8 +66,8 @@ fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
     assert!(core_variance_pct(&outcome, "crossrss") > 10.0 * core_variance_pct(&outcome, "rr"));
 }
 
-/// Compares hash and crossrss near saturation. In CrossRSS's Fig. 2b, a server with balanced cores drops fewer packets
-/// at the same load.
+/// Compares the policies hash and crossrss near saturation. In CrossRSS's Fig. 2b, a server with balanced cores drops
+/// fewer packets at the same load.
 #[test]
 fn balanced_cores_serve_more_packets_near_saturation() {
     let loaded_config = LbSimulationConfig {
@@ -90,7 +90,7 @@ fn balanced_cores_serve_more_packets_near_saturation() {
     }
 }
 
-/// Compares this simulation of an arrival log with the replay in `model`, which the demo uses. Both simulate the same
+/// Compares this simulation of an arrival log with the replay that the demo uses (`model`). Both simulate the same
 /// fleet but count in different ways.
 #[test]
 fn simulation_of_arrival_logs_agrees_with_their_replay() {

@@ -19,7 +19,7 @@ fn run_methods(config: &PccSimulationConfig) -> Vec<MethodOutcome> {
     run(config).unwrap().methods
 }
 
-/// Returns the excess of the most loaded server's number of connections over the mean (%).
+/// Returns by how much the most loaded server's number of connections exceeds the mean (%).
 fn imbalance_excess_pct(outcome: &MethodOutcome) -> f64 {
     100.0 * (outcome.imbalance.median - 1.0)
 }

@@ -55,7 +55,8 @@ const POLICIES_WITHOUT_OVERHEAD: [&str; 15] = [
     "dfcfs:2,2",
 ];
 
-/// Step of the drawn times (ticks), which is 1/128 of the unit of time. Such close arrivals test quanta and intervals.
+/// Resolution of the drawn times (ticks), 1/128 of the unit of time. It makes arrivals close enough to test quanta and
+/// intervals.
 const TIME_STEP_TICKS: u64 = 1 << 17;
 
 proptest! {
@@ -101,8 +102,8 @@ proptest! {
             let total_busy_time: u64 = core_busy_times.iter().sum();
             let total_work: u64 = requests.iter().map(|request| request.work).sum();
             // If cores are shared, the total time is divided by the number of cores and rounded.
-            prop_assert!(total_busy_time.abs_diff(total_work) < 4 * 80, "{}: busy for {}, work \
-                {}", name, total_busy_time, total_work);
+            prop_assert!(total_busy_time.abs_diff(total_work) < 4 * 80, "{}: busy for {}, work {}", name,
+                total_busy_time, total_work);
         }
     }
 }
@@ -120,7 +121,7 @@ fn simulate_policy(policy: &str, cores: u16, service: &str, load: f64) -> RpcSim
     .unwrap()
 }
 
-/// Returns the mean latency of the short requests, followed by that of the long ones.
+/// Simulates a policy, and returns the mean latency of the short requests, followed by that of the long ones.
 fn simulate_class_mean_latencies(policy: &str, service: &str, load: f64) -> [f64; 2] {
     let outcome = simulate_policy(policy, 16, service, load);
     [0, 1].map(|class| outcome.classes[class].quantiles.mean)

@@ -21,7 +21,7 @@ impl ResponseSink for CollectedDepartures {
     }
 }
 
-/// Simulates the requests, and returns the time and number of each departure, sorted.
+/// Simulates the requests, and returns the time and request number of each departure, sorted by time.
 fn simulate_departures(
     requests: &[SimulatedRequest],
     dispatcher: impl Dispatcher,
@@ -39,8 +39,8 @@ fn simulate_departures(
     responses.0
 }
 
-/// Function by which the reference simulator chooses a core. Its input is the number of outstanding requests and the
-/// outstanding work of each core.
+/// Function by which the reference simulator chooses a core. Its input is each core's number of outstanding requests
+/// and outstanding work.
 type CoreChooser = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
 #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
@@ -51,7 +51,7 @@ enum ReferenceEvent {
     RequestAtNic(usize),
 }
 
-/// Reference simulator, which has one heap of events and searches all cores for every choice.
+/// Simple reference simulator, which has one heap of events and searches all cores for every choice.
 struct ReferenceSimulator<'a> {
     requests: &'a [SimulatedRequest],
     interface_latency: u64,
@@ -106,7 +106,7 @@ impl<'a> ReferenceSimulator<'a> {
         }
     }
 
-    /// Sends requests from the NIC's queue to cores for as long as `choose` finds a core.
+    /// Sends requests from the NIC's queue to cores until `choose` finds no core or the queue is empty.
     fn dispatch_requests(&mut self, now: u64, queue_bound: u64, choose: CoreChooser) {
         while let Some(request) = self.nic_queue.front().copied() {
             let Some(core) = choose(&self.core_loads, queue_bound) else { break };
@@ -118,7 +118,7 @@ impl<'a> ReferenceSimulator<'a> {
     }
 }
 
-/// Returns the departures in the reference simulator, sorted.
+/// Simulates the requests with the reference simulator. Returns the time and request number of each departure, sorted.
 fn simulate_reference_departures(
     requests: &[SimulatedRequest],
     cores: usize,
@@ -144,8 +144,8 @@ fn choose_lightest_queue(core_loads: &[(u64, u64)], _queue_bound: u64) -> Option
     (0..core_loads.len()).min_by_key(|core| core_loads[*core].1)
 }
 
-/// Returns a strategy for requests of two services, in bursts with gaps between them. No two requests arrive at the
-/// same time.
+/// Returns a strategy that generates requests of two services, in bursts with gaps between them. No two requests arrive
+/// at the same time.
 fn request_list_strategy() -> impl Strategy<Value = Vec<SimulatedRequest>> {
     prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn_requests| {
         let mut arrived_at = 0;
@@ -165,7 +165,7 @@ fn request_list_strategy() -> impl Strategy<Value = Vec<SimulatedRequest>> {
     })
 }
 
-/// Returns the requests with all their services set to 0.
+/// Returns a copy of the requests in which each request's service is 0.
 fn with_one_service(requests: &[SimulatedRequest]) -> Vec<SimulatedRequest> {
     requests.iter().map(|request| SimulatedRequest { service: 0, ..*request }).collect()
 }
@@ -210,8 +210,8 @@ proptest! {
         );
     }
 
-    /// Checks that every request is answered once, and not before its work can be done, however often service is
-    /// interrupted.
+    /// Checks that every request is answered once, and never earlier than its work can be done, even if its service is
+    /// often interrupted.
     #[test]
     fn yielding_and_stealing_lose_no_request(
         requests in request_list_strategy(),
@@ -239,7 +239,7 @@ proptest! {
     }
 
     /// Checks that no core is idle while a request is queued if stealing costs no time. Equally long requests then
-    /// depart at the same times as from one ideal queue, though perhaps in another order.
+    /// depart at the same times as from one ideal queue, though perhaps in a different order.
     #[test]
     fn stealing_without_cost_conserves_work(requests in request_list_strategy(), cores in 1u16..5) {
         let equal_requests: Vec<SimulatedRequest> =

@@ -4,8 +4,8 @@
 use coreward_sim::par_map_ordered;
 use coreward_sim::rpc::{CoreSelectionPolicy, RpcSimulationConfig, RpcSimulationOutcome, ServiceTimeDistribution, run};
 
-/// 99.95 % quantile of Student's t distribution with 9 degrees of freedom, for ten seeds and 99.9 % confidence. The two
-/// dozen comparisons in these tests then all hold with a probability of 97 %.
+/// 99.95 % quantile of Student's t distribution with 9 degrees of freedom, for ten seeds and 99.9 % confidence. The
+/// probability that all comparisons in these tests (about 24) hold is then 97 %.
 const STUDENT_T_QUANTILE_9_DF: f64 = 4.781;
 
 fn simulate_seeds(policy: &str, cores: u16, service: &str, latency: f64, load: f64) -> Vec<RpcSimulationOutcome> {

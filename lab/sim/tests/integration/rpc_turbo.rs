@@ -2,7 +2,8 @@
 
 use coreward_sim::rpc::{PeakLoadSearchConfig, RpcSimulationConfig, find_peak_load, run};
 
-/// Latency between NIC and cores in service times, which is 550 ns for requests of 2 us (Turbo, HPCA'23, Sect. VII-D).
+/// Latency between NIC and cores (multiples of the service time): 550 ns for requests of 2 us (Turbo, HPCA'23, Sect.
+/// VII-D).
 const INTERFACE_LATENCY: f64 = 0.275;
 
 fn find_policy_peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) -> f64 {

@@ -20,17 +20,17 @@ use tonic::transport::Endpoint;
 
 use crate::namespace::NetworkNamespace;
 
-/// Random stream of [`seeded_rng`] for the contents of false reports.
+/// Number of the [`seeded_rng`] stream from which the contents of false reports are drawn.
 const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
 /// Interval between false reports, which is a hundredth of an honest agent's interval.
 const FALSE_REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// Interval between attempts to register as the server. The controller rejects them as long as the real agent reports.
+/// Interval between an impostor's attempts to register. The controller rejects them as long as the real agent reports.
 const REGISTRATION_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const FLOOD_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum duration of a stream to a controller, after which the impostor closes it and registers again.
+/// Maximum duration of an impostor's stream to a controller. The impostor then closes it and registers again.
 const MAX_STREAM_DURATION: Duration = Duration::from_secs(2);
-/// Number of silent or malformed connections that the flood keeps open at the same time.
+/// Number of connections that a flood keeps open at the same time. Each sends nothing or random bytes.
 const FLOOD_CONNECTION_COUNT: usize = 64;
 
 /// Counters of the reports and connections that impostors have sent.
@@ -42,10 +42,10 @@ pub struct FalseReportCounters {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FalseReportKind {
-    /// All kinds of false reports in any server's name, together with a flood of connections.
+    /// All kinds of false reports, under the names of several servers, and a flood of connections.
     AllKinds,
-    /// False loads only. They claim idle cores at an honest agent's interval, which attracts new connections to the
-    /// server.
+    /// False loads only. The reports have an honest agent's interval and claim idle cores, which attracts new
+    /// connections to the server.
     IdleCores,
 }
 
@@ -83,8 +83,8 @@ impl ByzantineAgent {
         })
     }
 
-    /// Runs one stream to a controller. Impostors of the kind [`FalseReportKind::AllKinds`] also register as other or
-    /// unknown servers.
+    /// Registers at a controller and sends reports on one stream. Impostors of the kind [`FalseReportKind::AllKinds`]
+    /// also register as other or unknown servers.
     async fn run_report_stream(
         &self,
         controller_address: SocketAddr,
@@ -124,7 +124,8 @@ impl ByzantineAgent {
         tokio::time::timeout(MAX_STREAM_DURATION, report_stream).await?
     }
 
-    /// Returns the server's own name in half of the cases, and otherwise the name of another server or of none.
+    /// Returns the server's own name in half of the cases. Otherwise, it returns another server's name or an unknown
+    /// name.
     fn random_registered_name(&self, rng: &mut Xoshiro256PlusPlus) -> String {
         match uniform_below(rng, 4) {
             0 => "nobody".to_owned(),
@@ -138,7 +139,7 @@ impl ByzantineAgent {
     }
 }
 
-/// Opens many connections, sends up to 199 random bytes on each, and closes them all after the last one was opened.
+/// Opens many connections, sends up to 199 random bytes on each, and finally closes them all at once.
 fn flood_with_connections(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReportCounters) {
     let mut open_connections = Vec::with_capacity(FLOOD_CONNECTION_COUNT);
     for _ in 0..FLOOD_CONNECTION_COUNT {

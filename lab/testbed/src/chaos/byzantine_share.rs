@@ -10,14 +10,14 @@ use serde::Serialize;
 use crate::http::HttpConnection;
 use crate::interrupt;
 
-/// Duration for which the impostor reports idle cores (s).
+/// Time during which the impostor reports idle cores (s).
 const FALSE_REPORT_SECONDS: usize = 30;
-/// Duration of the first measurement (s). The server's share is still unlimited then, because the controller must count
-/// connections before it limits a server.
+/// Duration of the first measurement of the server's share (s). The share is still unlimited then, because the
+/// controller must count connections before it limits a server.
 const INITIAL_MEASUREMENT_SECONDS: usize = 5;
-/// Duration of the last measurement (s), during which the controller must limit the server's share.
+/// Duration of the last measurement of the server's share (s), during which the controller must limit it.
 const FINAL_MEASUREMENT_SECONDS: usize = 10;
-/// Delay of the controller's connection counts (s), during which the server's share may exceed the limit. The
+/// Delay until the controller has counted a connection (s). Until then the server's share may exceed the limit. The
 /// controller counts four times a second, and load balancers report ten times a second.
 const MAX_COUNT_DELAY_SECONDS: f64 = 0.35;
 const CONNECTION_INTERVAL: Duration = Duration::from_millis(8);
@@ -33,7 +33,7 @@ pub struct ByzantineConnectionShare {
 }
 
 impl ByzantineConnectionShare {
-    /// Measures the server's share by opening connections while the impostor reports. Call it in the client's
+    /// Measures the server's share by opening connections while the impostor reports. Must be called in the client's
     /// namespace. `server_count` is the number of servers in the fleet. Fails when a connection breaks, or after a
     /// signal.
     pub fn measure_connection_share(
@@ -55,7 +55,7 @@ impl ByzantineConnectionShare {
         Ok(Self { fair_share: 1.0 / f64::from(server_count), seconds: counts_by_second })
     }
 
-    /// Returns the server's share of the connections (0 to 1), and the number of all connections.
+    /// Returns the server's share of the connections (0 to 1), and the total number of connections.
     fn connection_share_and_count(seconds: &[[u64; 2]]) -> (f64, u64) {
         let [impostor_connections, all_connections] =
             seconds.iter().fold([0, 0], |sum, second| [sum[0] + second[0], sum[1] + second[1]]);
@@ -74,7 +74,7 @@ impl ByzantineConnectionShare {
         MAX_FAIR_SHARE_MULTIPLE * self.fair_share
     }
 
-    /// Returns whether the server got significantly more connections than the controller's limit allows.
+    /// Returns whether the server got significantly more new connections than the controller's limit allows.
     pub fn is_over_limit(&self) -> bool {
         let (limit, (share, connections)) = (self.max_connection_share(), self.final_connection_share_and_count());
         share

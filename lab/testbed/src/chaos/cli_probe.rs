@@ -18,13 +18,14 @@ pub struct OperatorCli<'a> {
 }
 
 impl<'a> OperatorCli<'a> {
-    /// Creates a runner for `controller_count` controllers, each of which has `timeout_s` seconds to answer.
+    /// Creates a runner for commands to `controller_count` controllers, each of which has `timeout_s` seconds to
+    /// answer.
     pub fn new(testbed: &'a Testbed, controller_count: u16, timeout_s: &'static str) -> Self {
         Self { testbed, controller_count, last_responder_index: AtomicUsize::new(0), timeout_s }
     }
 
-    /// Runs `coreward ARGUMENTS` and returns its output. Fails with the last error when no controller executes the
-    /// command.
+    /// Runs `coreward` with these arguments and returns its output. Fails with the last error when no controller
+    /// executes the command.
     pub fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let (first_index, count) =
             (self.last_responder_index.load(Ordering::Relaxed), usize::from(self.controller_count));

@@ -18,18 +18,18 @@ use super::document::DocumentGenerator;
 use super::drains::ExpectedServerDrains;
 use crate::topology::Testbed;
 
-/// Number of valid changes between two invalid changes, which the controller must reject.
+/// Number of valid configuration changes per invalid change, which the controller must reject.
 const CHANGES_PER_INVALID_CHANGE: u64 = 10;
-/// Number of changes between two requests to rotate the cookie keys.
+/// Number of configuration changes per request to rotate the cookie keys.
 const CHANGES_PER_KEY_ROTATION: u64 = 50;
-/// Number of changes between two `drain` or `undrain` commands.
+/// Number of configuration changes per `drain` or `undrain` command.
 const CHANGES_PER_DRAIN: u64 = 4;
-/// Number of changes between two comparisons of the controller's state with the acknowledged changes.
+/// Number of configuration changes per check of the controller's state against the acknowledged changes.
 const CHANGES_PER_STATE_CHECK: u64 = 10;
 const WRITE_RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// Maximum time until the last changes are acknowledged.
+/// Maximum time until the controller acknowledges the last configuration change.
 const LAST_CHANGES_TIMEOUT: Duration = Duration::from_secs(20);
-/// Timeout of a command (s). It is longer than the command's own timeout for a silent controller.
+/// Timeout of a `coreward` command (s). It is longer than the command's own timeout for a silent controller.
 const COMMAND_TIMEOUT_S: &str = "8";
 
 /// Counts of attempted configuration changes, by outcome.
@@ -38,11 +38,11 @@ pub struct ConfigWriteCounts {
     pub acknowledged_changes: u64,
     /// Number of changes that failed or that the controller did not answer.
     pub unanswered_changes: u64,
-    /// Number of unanswered changes that the controller has applied, as a later comparison showed.
+    /// Number of unanswered changes that the controller did apply, as a later comparison showed.
     pub unanswered_applied_changes: u64,
     /// Number of invalid documents sent, all of which the controller must reject.
     pub invalid_documents: u64,
-    /// Number of requests to rotate keys that are too young, all of which the controller must reject.
+    /// Number of requests to rotate the cookie keys too early, all of which the controller must reject.
     pub early_rotations: u64,
     /// Number of acknowledged `drain` and `undrain` commands.
     pub acknowledged_drains: u64,
@@ -58,13 +58,13 @@ pub struct ConfigWriteCounts {
 pub struct ExpectedConfig {
     generation: u64,
     document_text: String,
-    /// Documents sent without an answer. The controller may have applied any of them.
+    /// Documents that were sent but not acknowledged. The controller may have applied any of them.
     unanswered_documents: Vec<String>,
     expected_drains: ExpectedServerDrains,
 }
 
-/// Thread-safe writer that changes the configuration repeatedly. One thread makes the changes, and others may read the
-/// counts.
+/// Thread-safe writer that changes the fleet's configuration repeatedly. One thread makes the changes, and others may
+/// read the counts.
 #[derive(Debug)]
 pub struct ConfigWriter<'a> {
     operator: OperatorCli<'a>,
@@ -83,8 +83,8 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Makes `change_count` changes, at most one per `interval`, and waits until `stop_flag` is set. Then it activates
-    /// all servers. The controller must already have applied the current document of `documents`. Fails when the
-    /// controller does not answer at the beginning or after the end.
+    /// all servers except one, which stays drained. The controller must already have applied the current document of
+    /// `documents`. Fails when the controller does not answer at the beginning or after the end.
     pub fn run_changes(
         &self,
         mut documents: DocumentGenerator,
@@ -117,7 +117,7 @@ impl<'a> ConfigWriter<'a> {
         Ok(expected_config)
     }
 
-    /// Makes a random change, followed by the drains, invalid changes, key rotations and state checks that are due
+    /// Makes a random change. Then it makes the drains, invalid changes, key rotations and state checks that are due
     /// after `attempted_changes` changes.
     fn make_random_change(
         &self,
@@ -150,8 +150,8 @@ impl<'a> ConfigWriter<'a> {
         Ok(())
     }
 
-    /// Undrains servers until only `remaining_drain_count` are drained by command. Fails when an undrain is not
-    /// acknowledged in time.
+    /// Undrains servers until only `remaining_drain_count` servers are still drained by command. Fails when an undrain
+    /// is not acknowledged in time.
     pub fn undrain_all_but(
         &self,
         expected_config: &mut ExpectedConfig,
@@ -203,7 +203,7 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Drains another server if enough others remain. Otherwise ends a drain.
+    /// Drains another server if enough others stay active. Otherwise it undrains a server.
     fn drain_or_undrain(&self, expected_config: &mut ExpectedConfig, documents: &mut DocumentGenerator) {
         let drained_servers = expected_config.expected_drains.possibly_drained_servers();
         let next_drain = documents.next_server_to_drain(&drained_servers).map(|server| (server, true));
@@ -213,8 +213,8 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Requests that a server is drained, or undrained if `is_drain` is false. Returns whether the controller
-    /// acknowledged this.
+    /// Sends a `drain` command for a server, or `undrain` if `is_drain` is false. Returns whether the controller
+    /// acknowledged it.
     fn request_drain(&self, expected_config: &mut ExpectedConfig, server: u16, is_drain: bool) -> bool {
         let command = if is_drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
@@ -236,8 +236,8 @@ impl<'a> ConfigWriter<'a> {
         Ok(())
     }
 
-    /// Requests a key rotation. It must be rejected, because the keys are minutes old and cookies are valid for a day,
-    /// whatever the clock shows.
+    /// Requests a rotation of the cookie keys, and records a violation if it succeeds. The keys are minutes old and
+    /// cookies are valid for a day, so the controller must reject it even if its clock is wrong.
     fn try_key_rotation(&self) {
         self.update_write_counts(|writes| writes.early_rotations += 1);
         if let Ok(answer) = self.operator.run_coreward(&["keys", "rotate"]) {
@@ -276,7 +276,8 @@ impl<'a> ConfigWriter<'a> {
         true
     }
 
-    /// Applies the document in the file. Returns the generation that the controller acknowledges as active.
+    /// Applies the document in the file at `document_path`. Returns the generation that the controller acknowledges as
+    /// active.
     fn apply_document_file(&self) -> anyhow::Result<u64> {
         let document_path_text = self.document_path.display().to_string();
         let answer = self.operator.run_coreward(&["apply", "--yes", &document_path_text])?;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
-/// Mount option that sets the disk's size to 8 MiB, many times the size of the store for a few servers.
+/// Mount option that limits the disk's size to 8 MiB, many times the size of the controller's store for a few servers.
 const TMPFS_SIZE_OPTION: &str = "size=8m";
 
 /// Mounted tmpfs that emulates a small disk. Dropping this value unmounts the tmpfs.
@@ -17,7 +17,7 @@ pub struct TmpfsDisk {
 }
 
 impl TmpfsDisk {
-    /// Creates the directory `path` and mounts a small file system on it.
+    /// Creates the directory `path` and mounts a small tmpfs on it.
     pub fn mount(path: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(path)?;
         mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(TMPFS_SIZE_OPTION))
@@ -29,7 +29,7 @@ impl TmpfsDisk {
         &self.mount_point
     }
 
-    /// Writes a file until the disk has no free byte. Fails on any error other than a full disk.
+    /// Writes a file that fills the disk to its last byte. Fails on any error other than a full disk.
     pub fn fill(&self) -> anyhow::Result<()> {
         let mut filler_file = File::create(self.filler_path())?;
         let mut filler_bytes = vec![0xff; 64 << 10];

@@ -36,16 +36,16 @@ pub struct DocumentGenerator {
     service_policies: Vec<&'static str>,
     network: TestbedNetworkOptions,
     server_entries: BTreeMap<u16, Option<FleetServerEntry>>,
-    /// Numbers of the rack controllers that each server's agent may use, by server number.
+    /// Numbers of the rack controllers that each server's agent may use. The key is the server's number.
     server_rack_numbers: BTreeMap<u16, Vec<u16>>,
     report_interval_ms: u32,
     document_revision: u64,
 }
 
 impl DocumentGenerator {
-    /// Creates a generator whose first document has all `servers` active. Each of `services` has a name, an address
-    /// and further configuration lines. `server_rack_numbers` lists the rack controllers of each server, and is empty
-    /// without racks.
+    /// Creates a generator whose first document has all `servers` active. Each of `services` has a name, an address and
+    /// further configuration lines. `server_rack_numbers` contains each server's rack controllers, and is empty without
+    /// racks.
     pub fn new(
         seed: u64,
         network: TestbedNetworkOptions,
@@ -101,8 +101,8 @@ impl DocumentGenerator {
         self.server_entries.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
     }
 
-    /// Returns the server to drain next, or `None` if too few others would accept new connections. `drained_servers`
-    /// contains servers that are or may be drained.
+    /// Returns the server to drain next, or `None` if too few other servers would accept new connections.
+    /// `drained_servers` contains servers that are or may be drained.
     pub fn next_server_to_drain(&mut self, drained_servers: &BTreeSet<u16>) -> Option<u16> {
         let undrained_servers: Vec<u16> =
             self.present_server_numbers().into_iter().filter(|number| !drained_servers.contains(number)).collect();

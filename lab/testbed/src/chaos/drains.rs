@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// Maximum time until a command that got no answer takes effect. A stopped controller may execute it after SIGCONT.
+/// Maximum time until an unanswered command takes effect. A stopped controller may execute it after SIGCONT.
 const MAX_COMMAND_DELAY: Duration = Duration::from_secs(3);
 
 /// Expected drain state of each server, by server number. A server without an entry is not drained.
@@ -19,7 +19,7 @@ pub struct ExpectedServerDrains(BTreeMap<u16, ExpectedDrainState>);
 enum ExpectedDrainState {
     Drained,
     /// It is unknown whether the server is drained, because the controller did not answer a request at this time. The
-    /// request was a drain, an undrain, or a document without the server.
+    /// request was to drain, undrain or remove the server.
     UncertainSince(Instant),
 }
 
@@ -41,7 +41,8 @@ impl ExpectedServerDrains {
         }
     }
 
-    /// Records that a fleet document with exactly `servers` was sent, and whether the controller acknowledged it.
+    /// Records that a fleet document was sent and whether the controller acknowledged it. The document contains exactly
+    /// `servers`.
     pub fn record_document(&mut self, servers: &BTreeSet<u16>, is_acknowledged: bool) {
         if is_acknowledged {
             self.0.retain(|server, _| servers.contains(server));
@@ -52,8 +53,8 @@ impl ExpectedServerDrains {
         }
     }
 
-    /// Returns descriptions of all differences between the controller's status and the expected drains. Replaces
-    /// states that were uncertain for long enough by those in the status.
+    /// Returns descriptions of all differences between the controller's status and the expected drains. A state that
+    /// has been uncertain for long enough is replaced by that in the status.
     pub fn compare_with_status(&mut self, status: &Value) -> Vec<String> {
         let mut violations = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {

@@ -13,14 +13,14 @@ use serde_json::Value;
 use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
-/// Number of etcd members. A majority remains when one of them fails.
+/// Number of members of the etcd cluster. A majority remains when one member fails.
 pub const ETCD_MEMBER_COUNT: u16 = 3;
 /// First of the consecutive ports of the etcd members. No other program in the controllers' namespace uses these ports.
 const FIRST_ETCD_PORT: u16 = 2379;
 const LEADER_ELECTION_TIMEOUT: Duration = Duration::from_secs(20);
 const MEMBER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Running etcd cluster. Dropping it kills all members.
+/// Running etcd cluster. Dropping this value kills all members.
 #[derive(Debug)]
 pub struct EtcdCluster<'a> {
     testbed: &'a Testbed,
@@ -49,12 +49,12 @@ impl<'a> EtcdCluster<'a> {
         Ok(cluster)
     }
 
-    /// Returns the members' endpoints in the format of the controllers' configuration files.
+    /// Returns the members' endpoints, formatted for the controllers' configuration files.
     pub fn member_endpoints(&self) -> Vec<String> {
         self.members.iter().map(LocalEtcdMember::endpoint).collect()
     }
 
-    /// Returns the number of the leading member. Fails when there is no leader.
+    /// Returns the number of the member that leads the cluster. Fails when there is no leader.
     pub fn query_leader_number(&self) -> anyhow::Result<u16> {
         let mut command = Command::new("etcdctl");
         command.env("ETCDCTL_API", "3").args(["endpoint", "status", "--write-out", "json", "--command-timeout", "2s"]);

@@ -57,17 +57,17 @@ impl ChaosFaultKind {
     }
 }
 
-/// Fault and its target. Daemons have the names that [`crate::fleet`] gives them. Machines have those of their switch
-/// ports.
+/// Fault and its target. Daemons have the names that [`crate::fleet`] gives them. A machine has the name of its switch
+/// port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ChaosFault {
-    /// Daemon process with this name is killed and restarted.
+    /// The daemon with this name is killed (SIGKILL) and restarted.
     KillDaemon(String),
-    /// Daemon process with this name is stopped (SIGSTOP) and resumed.
+    /// The daemon with this name is stopped (SIGSTOP) and resumed.
     StopDaemon(String),
-    /// Daemon with this name is terminated and replaced by a new process.
+    /// The daemon with this name is terminated and replaced by a new process.
     UpgradeDaemon(String),
-    /// Switch drops the packets from one machine to another.
+    /// The switch drops the packets from one machine to a different one.
     Partition {
         sender_port: String,
         /// Switch port of the machine that no longer receives the packets.
@@ -75,29 +75,29 @@ pub enum ChaosFault {
         /// Whether packets in the other direction are dropped as well.
         is_bidirectional: bool,
     },
-    /// Link of the machine at the switch port with this name is down.
+    /// The link of the machine at the switch port with this name is down.
     LinkDown(String),
-    /// Disk that contains the controller's store is full.
+    /// The disk that contains the controller's store is full.
     DiskFull {
-        /// Whether every write fails. If false, writes that need no further disk space still succeed.
+        /// Whether every write fails. If false, writes that need no additional disk space still succeed.
         fails_every_write: bool,
     },
-    /// Member of the etcd cluster fails.
+    /// A member of the etcd cluster fails.
     EtcdFailure {
-        /// Whether the leading member fails, whatever `member_number` is.
+        /// Whether the member that leads the cluster fails. `member_number` is then ignored.
         hits_leader: bool,
         /// Number of the failing member, counted from 1, if `hits_leader` is false.
         member_number: u16,
         /// Whether the fault stops the member (SIGSTOP) instead of killing it (SIGKILL).
         is_stopped: bool,
     },
-    /// Wall clock of one daemon is wrong.
+    /// The wall clock of one daemon is wrong.
     ClockOffset {
         daemon: String,
-        /// Daemon's clock minus correct time (s).
+        /// Deviation of the daemon's clock from the correct time (s), positive if it is fast.
         offset_s: i64,
     },
-    /// Impostor sends false reports in place of the agent of the server with this number.
+    /// An impostor sends false reports in place of the agent of the server with this number.
     ByzantineAgent(u16),
 }
 
@@ -122,7 +122,7 @@ impl ChaosFault {
         }
     }
 
-    /// Returns the range from which the schedule draws the fault's duration (ms).
+    /// Returns the range from which the fault's duration is drawn (ms).
     pub fn duration_range_ms(&self) -> Range<u32> {
         match self {
             Self::UpgradeDaemon(_) => 0..1,
@@ -139,7 +139,7 @@ impl ChaosFault {
 
     /// Returns whether two faults must not be active at the same time. Faults conflict if they affect the same daemon
     /// or if both affect the network, because their effects could not be separated. A clock fault conflicts only with
-    /// clock faults at the same daemon.
+    /// clock faults of the same daemon.
     pub fn conflicts_with(&self, other: &Self) -> bool {
         let affects_network = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::LinkDown(_));
         if affects_network(self) || affects_network(other) {
@@ -168,7 +168,7 @@ impl ChaosFault {
     }
 }
 
-/// Returns whether a switch port belongs to a controller or rack controller, which receive no packets from clients.
+/// Returns whether a switch port belongs to a controller or rack controller. These receive no packets from clients.
 fn is_control_port(port: &str) -> bool {
     port == "controller" || port.starts_with("rack")
 }

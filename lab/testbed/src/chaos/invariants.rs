@@ -21,8 +21,8 @@ use crate::topology::Testbed;
 pub const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 /// Interval between two checks of the load balancers' forwarding tables.
 const TABLE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of table checks per check of the controller's status. Status checks are rarer, because they cost the
-/// controller more time.
+/// Number of forwarding table checks per check of the controller's status. Status checks are rarer, because they cost
+/// the controller more time.
 const TABLE_CHECKS_PER_STATUS_CHECK: u32 = 5;
 const METRICS_SCRAPE_TIMEOUT: Duration = Duration::from_millis(300);
 const STATUS_TIMEOUT_S: &str = "3";
@@ -34,16 +34,16 @@ pub struct InvariantObservations {
     pub status_checks: u64,
     /// Number of times that a load balancer's tables were checked.
     pub table_checks: u64,
-    /// Longest time that any load balancer went without a new table (s).
+    /// Longest time during which any load balancer got no new forwarding table (s).
     pub longest_without_table_s: f64,
-    /// End of the longest time without a new table (seconds since the start of the run).
+    /// End of the longest time without a new forwarding table (seconds since the start of the run).
     pub longest_without_table_at_s: f64,
     /// Number of times that the health checks of a load balancer changed a server's state from up to down.
     pub down_verdicts: u64,
     pub violations: Vec<String>,
 }
 
-/// Checker that tests the invariants repeatedly. One thread runs the checks, and others may read the results.
+/// Checker that tests the fleet's invariants repeatedly. One thread runs the checks, and others may read the results.
 #[derive(Debug)]
 pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
@@ -58,17 +58,18 @@ struct ObservedFleetState {
     configuration_generation: u64,
     /// Name of each server, by server id.
     server_names: BTreeMap<u64, String>,
-    /// Last value of each counter, by owner (load balancer or server) and counter name.
+    /// Last value of each data plane counter, by owner (load balancer or server) and counter name.
     counter_values: BTreeMap<(String, String), u64>,
-    /// Servers that load balancers consider down, as the names of load balancer, service and server.
+    /// Servers that load balancers consider down, each as the names of the load balancer, the service and the server.
     down_servers: BTreeSet<[String; 3]>,
-    /// Sum of each load balancer's table generations and the time when this sum last changed, by load balancer number.
+    /// Sum of each load balancer's table generations, and the time of this sum's last change. The key is the load
+    /// balancer's number.
     last_table_changes: BTreeMap<u16, (f64, Instant)>,
     /// Current cookie key of the load balancers, its generation, and the phase of its rotation.
     cookie_keys: Option<[Value; 3]>,
 }
 
-/// Policies with which the controller makes new tables as long as there is traffic, because the tables depend on loads.
+/// Policies whose tables depend on loads. With them, the controller makes new tables as long as there is traffic.
 const LOAD_AWARE_POLICIES: [&str; 2] = ["crossrss", "crossrss-plus"];
 
 impl<'a> InvariantChecker<'a> {
@@ -104,7 +105,7 @@ impl<'a> InvariantChecker<'a> {
 
     /// Describes the first load balancer without a new table since `recovery_start`, or returns `None` if all have one.
     /// `status` is the controller's status. If no policy depends on loads, the controller makes new tables only after
-    /// changes. Then it suffices that a load balancer has the controller's newest tables.
+    /// changes. A load balancer then only needs the controller's newest tables.
     pub fn missing_new_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
         let services = as_array_or_empty(&status["services"]);
         let has_load_aware_policy =
@@ -195,7 +196,7 @@ impl ObservedFleetState {
         }
     }
 
-    /// Checks that a server keeps its id for the whole run, because cookies may contain the id.
+    /// Checks that the server still has its first id, because cookies may contain it.
     fn check_server_id(&mut self, server: &Value) {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
         let previous_id = self
@@ -225,7 +226,7 @@ impl ObservedFleetState {
         }
     }
 
-    /// Checks that the cookie keys do not change, because the run never allows a rotation.
+    /// Checks that the cookie keys do not change, because the run is too short for a rotation.
     fn check_cookie_keys(&mut self, keys: &Value) {
         let current_keys = ["current_key", "configuration_generation", "rotation_phase"].map(|key| keys[key].clone());
         let first_keys = self.cookie_keys.get_or_insert_with(|| current_keys.clone()).clone();
@@ -234,7 +235,7 @@ impl ObservedFleetState {
         }
     }
 
-    /// Checks that no counter of the data plane decreases. The counters must outlive restarts of the daemons.
+    /// Checks that none of these data plane counters has decreased. The counters must outlive restarts of the daemons.
     fn check_data_plane_counters(&mut self, owner: &str, counters: &Value) {
         for (name, count) in counters.as_object().into_iter().flatten() {
             let current_count = count.as_u64().unwrap_or(0);
@@ -249,9 +250,9 @@ impl ObservedFleetState {
     }
 }
 
-/// Returns the reason for which the fleet has not converged, or `None` if it has. All servers in the document must
-/// report and be up, and all rack controllers must be connected. Each load balancer must have resolved all servers and
-/// have sent its state after `recovery_start`.
+/// Returns the reason why the fleet has not converged, or `None` if it has. All servers in the document must report and
+/// be up, and all rack controllers must be connected. Each load balancer must have resolved all servers and have sent
+/// its state after `recovery_start`.
 pub fn find_unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Instant) -> Option<String> {
     for server in as_array_or_empty(&status["servers"]) {
         if server["state"] != "gone" && server["report_state"] != "fresh" {
@@ -306,7 +307,7 @@ pub struct ProcessResourceUsage {
     pub open_files: u64,
 }
 
-/// Returns the current resource usage of a process. Fails when the process has ended.
+/// Returns the present resource usage of a process. Fails when the process has ended.
 pub fn read_resource_usage(pid: u32) -> anyhow::Result<ProcessResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let resident_memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));

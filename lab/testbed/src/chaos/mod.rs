@@ -88,9 +88,9 @@ pub struct ChaosArgs {
 const LOAD_BALANCER_COUNT: u16 = 2;
 const SERVER_COUNT: u16 = 4;
 const CORE_COUNT: u16 = 2;
-/// Number of the server whose agent an impostor replaces after the last round. The impostor reports idle cores.
+/// Number of the server that an impostor impersonates after the last round of faults. The impostor reports idle cores.
 const IMPERSONATED_SERVER_NUMBER: u16 = 1;
-/// Number of client addresses. The first one is for clients that let the kernel choose their port.
+/// Number of the client's IP addresses. The first one is for programs that let the kernel choose their port.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
 /// Maximum time that the fleet may take to converge after a round of faults.
 const CONVERGENCE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -101,7 +101,7 @@ const WEB_SERVICE_CONFIG: &str =
 const STREAM_SERVICE_CONFIG: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Fraction of the run's duration during which the configuration changes. The rest of the run has faults only.
+/// Fraction of the run's duration during which configuration changes are made. The rest of the run has only faults.
 const CONFIG_CHANGE_TIME_FRACTION: f64 = 0.7;
 /// Maximum growth of a daemon's memory during a run (kB). It allows for work in progress and for memory that the
 /// allocator does not return.
@@ -262,7 +262,7 @@ impl<'a> ChaosRun<'a> {
         self.collect_outcome(traffic, &writer, &invariant_checker, final_resource_usage, byzantine_share)
     }
 
-    /// Returns the results of the run, after its threads have ended.
+    /// Collects the results of the run, after its threads have ended.
     fn collect_outcome(
         mut self,
         traffic: TrafficClients<'_>,
@@ -299,7 +299,7 @@ impl<'a> ChaosRun<'a> {
         Ok(outcome)
     }
 
-    /// Runs one round of faults after the other, until the duration of the run is over.
+    /// Runs rounds of faults in sequence, until the duration of the run is over.
     fn run_fault_rounds(
         &mut self,
         traffic: &TrafficClients<'_>,
@@ -450,7 +450,7 @@ impl<'a> ChaosRun<'a> {
     }
 }
 
-/// Returns the numbers of the rack controllers that a server's agent uses, which are that of its rack and the next one.
+/// Returns the numbers of the rack controllers that a server's agent uses: that of its own rack and the next one.
 fn rack_numbers_of_server(server: u16, racks: u16) -> Vec<u16> {
     let (first, second) = (1 + (server - 1) % racks, 1 + server % racks);
     if first == second { vec![first] } else { vec![first, second] }

@@ -30,12 +30,12 @@ impl<'a> NetworkFaults<'a> {
         self.run_nft_commands(&format!("{}{reverse_rule}", build_drop_rule(sender_port, receiver_port)))
     }
 
-    /// Removes all rules, so that the switch forwards all packets again.
+    /// Removes all rules of the packet filter, after which the switch forwards all packets again.
     pub fn stop_dropping_packets(&self) -> anyhow::Result<()> {
         self.run_nft_commands("flush chain bridge chaos lost")
     }
 
-    /// Sets the link of a port up or down. Fails when the port does not exist.
+    /// Sets the link of a switch port up or down. Fails when the port does not exist.
     pub fn set_port_link(&self, port: &str, is_up: bool) -> anyhow::Result<()> {
         let mut command = Command::new("ip");
         command.args(["link", "set", "dev", port, if is_up { "up" } else { "down" }]);

@@ -37,15 +37,16 @@ pub struct ChaosOutcome {
     pub violations: Vec<String>,
 }
 
-/// Recovery of the fleet after a round of faults, from the end of its last fault until the fleet has converged.
+/// Recovery of the fleet after a round of faults. It starts when the round's last fault ends, and ends when the fleet
+/// has converged.
 #[derive(Debug, Clone, Serialize)]
 pub struct FleetRecovery {
     /// End of the round's last fault (seconds since the start of the run).
     pub start_s: f64,
-    /// Names of the kinds of fault that the round injected.
+    /// Names of the kinds of fault that were injected in the round.
     pub faults: Vec<String>,
     pub duration_s: f64,
-    /// Description of the last condition of convergence that the fleet fulfilled, or `None` if it converged at once.
+    /// Description of the condition that the fleet was last to fulfil, or `None` if it had converged at once.
     pub last_condition: Option<String>,
 }
 
@@ -71,7 +72,7 @@ impl ChaosOutcome {
     }
 }
 
-/// Methods that write the parts of an outcome's text.
+/// Methods that write the parts of the outcome's text.
 impl ChaosOutcome {
     fn fmt_faults(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { seconds, seed, fault_counts: faults, false_reports, .. } = self;
@@ -118,7 +119,7 @@ impl ChaosOutcome {
         writeln!(f, "  drains       {} acknowledged, {} not", writes.acknowledged_drains, writes.unanswered_drains)
     }
 
-    /// Writes the durations of the median and the slowest recovery, if there was any recovery.
+    /// Writes the durations of the median recovery and the slowest one, if there was any recovery.
     fn fmt_recoveries(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut recoveries: Vec<&FleetRecovery> = self.recoveries.iter().collect();
         recoveries.sort_by(|a, b| a.duration_s.total_cmp(&b.duration_s));

@@ -29,7 +29,7 @@ pub struct PlannedFault {
     pub fault: ChaosFault,
 }
 
-/// Number of components of each kind in the fleet. Faults can affect each component.
+/// Number of components of each kind in the fleet that the faults may affect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FleetComponentCounts {
     /// Number of controllers, which store their records in an etcd cluster if there are two or more.
@@ -40,7 +40,7 @@ pub struct FleetComponentCounts {
     pub server_count: u16,
 }
 
-/// Generator of random rounds of faults. Every kind of fault occurs once before any kind is repeated.
+/// Generator of random rounds of faults. Every kind of fault occurs once before any kind occurs again.
 #[derive(Debug)]
 pub struct FaultRoundGenerator {
     rng: Xoshiro256PlusPlus,
@@ -50,8 +50,7 @@ pub struct FaultRoundGenerator {
 }
 
 impl FaultRoundGenerator {
-    /// Creates a schedule of faults of these `kinds`. At least one of the kinds must be possible with the fleet's
-    /// components.
+    /// Creates a generator of faults of these `kinds`. At least one kind must be possible with the fleet's components.
     pub fn new(seed: u64, kinds: &[ChaosFaultKind], component_counts: FleetComponentCounts) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_FAULTS),
@@ -61,7 +60,7 @@ impl FaultRoundGenerator {
         }
     }
 
-    /// Returns the faults of the next round, which are at least one, and none of which conflict with each other.
+    /// Returns the faults of the next round. There is at least one, and no two conflict with each other.
     pub fn draw_next_round(&mut self) -> Vec<PlannedFault> {
         let fault_count = 1 + self.random_number_below(MAX_FAULTS_PER_ROUND);
         let mut planned_faults: Vec<PlannedFault> = Vec::new();
@@ -153,7 +152,8 @@ impl FaultRoundGenerator {
         }
     }
 
-    /// Returns a sender's and a different receiver's switch port, between which a fault will drop packets.
+    /// Returns the switch ports of a random sender and a different random receiver, between which a fault will drop
+    /// packets.
     fn random_switch_port_pair(&mut self) -> (String, String) {
         let sender_port = self.random_switch_port_name();
         loop {

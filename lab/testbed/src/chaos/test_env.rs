@@ -38,7 +38,8 @@ pub struct ChaosTestEnv<'a> {
     preloaded_faults: PreloadedFaults,
     etcd_cluster: Option<EtcdCluster<'a>>,
     failed_etcd_member: Option<u16>,
-    /// Second executable for upgrades, which use the two alternately. `None` if upgrades restart the same executable.
+    /// Second executable for upgrades, which alternate between both executables. `None` if upgrades restart the same
+    /// one.
     alternate_binary: Option<PathBuf>,
     /// Names of the daemons that currently run the alternate executable.
     alternate_binary_daemons: BTreeSet<String>,
@@ -48,7 +49,7 @@ pub struct ChaosTestEnv<'a> {
     pub violations: Vec<String>,
 }
 
-/// Thread of an impostor, and the flag that ends it.
+/// Thread of an impostor, and the flag that makes it end.
 #[derive(Debug)]
 struct RunningImpostor {
     stop_flag: Arc<AtomicBool>,
@@ -131,7 +132,7 @@ impl<'a> ChaosTestEnv<'a> {
         .with_context(|| format!("the end of: {fault}"))
     }
 
-    /// Restarts daemons that have ended unexpectedly. Fails when the state of a process cannot be read.
+    /// Restarts the daemons that have ended unexpectedly. Fails when the state of a process cannot be read.
     pub fn restart_ended_daemons(&mut self) -> anyhow::Result<()> {
         for daemon in self.fleet.daemon_names() {
             if self.stopped_daemons.contains(&daemon) {
@@ -145,7 +146,7 @@ impl<'a> ChaosTestEnv<'a> {
         Ok(())
     }
 
-    /// Kills all controllers at once and restarts them. Fails when a controller cannot be killed.
+    /// Kills all controllers at once and restarts them all. Fails when a controller cannot be killed.
     pub fn restart_controllers(&mut self) -> anyhow::Result<()> {
         let controller_names = self.controller_names();
         controller_names.iter().try_for_each(|controller| self.kill_daemon(controller))?;
@@ -237,7 +238,7 @@ impl<'a> ChaosTestEnv<'a> {
         Ok(())
     }
 
-    /// Ends the impostor and restarts the server's agent. Fails when the impostor has failed.
+    /// Ends the impostor and restarts the server's real agent. Fails when the impostor has failed.
     pub fn stop_false_reports(&mut self, server: u16) -> anyhow::Result<()> {
         if let Some(RunningImpostor { stop_flag, thread }) = self.impostors.remove(&server) {
             stop_flag.store(true, Ordering::Relaxed);

@@ -20,45 +20,46 @@ use crate::nginx::WORKER_IDENTITY_PATH;
 use crate::stream::client::{StreamClientProcess, StreamWorkload};
 use crate::topology::Testbed;
 
-/// Returns the address of the stream service. That of the web service (nginx) is [`Testbed::service_address`].
+/// Returns the address of the stream service. The web service (nginx) has [`Testbed::service_address`] instead.
 pub fn stream_service_address(testbed: &Testbed) -> SocketAddr {
     SocketAddr::new(testbed.service_address().ip(), 9000)
 }
 /// Number of simultaneous downloads, each of which is limited to [`DOWNLOAD_RATE_LIMIT`].
 const DOWNLOADER_COUNT: u32 = 3;
-/// Rate limit of each download (bytes/s). At this rate a megabyte takes more than three seconds, so that faults happen
-/// during downloads.
+/// Rate limit of each download (bytes/s). At this rate a megabyte takes more than three seconds, long enough for faults
+/// to happen during downloads.
 const DOWNLOAD_RATE_LIMIT: &str = "300k";
-/// Number of persistent connections. On each one a request is sent once per [`PERSISTENT_QUERY_INTERVAL`].
+/// Number of persistent connections. Each sends one request per [`PERSISTENT_QUERY_INTERVAL`].
 const PERSISTENT_CONNECTION_COUNT: usize = 16;
 const PERSISTENT_QUERY_INTERVAL: Duration = Duration::from_millis(500);
-/// Interval between the starts of short connections, on each of which only one request is sent.
+/// Interval between the starts of short connections, each of which sends only one request.
 const SHORT_CONNECTION_INTERVAL: Duration = Duration::from_millis(30);
-/// Duration of each run of wrk (s). It is short because wrk prints its results only at the end.
+/// Duration of each run of wrk, the HTTP load generator (s). It is short because wrk prints its results only at the
+/// end.
 const WRK_RUN_SECONDS: u64 = 10;
 /// Pause between requests on each of wrk's connections (ms), which limits the CPU time that wrk takes.
 const WRK_DELAY_MS: u32 = 20;
 /// Number of new streams per second. Each client address has ports for 50,000 streams.
 const STREAMS_PER_SECOND: f64 = 40.0;
 const MAX_RECORDED_FAILURES: usize = 20;
-/// Maximum time that open streams may last after the end of the run.
+/// Maximum time for which streams may stay open after the end of the run.
 const STREAMS_END_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Numbers of good and broken connections or requests, by kind of client.
+/// Numbers of good and broken downloads, requests, connections and streams.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct TrafficCounts {
-    /// Downloads of a megabyte by curl, each on its own connection.
+    /// Counts of 1 MB downloads by curl, each on its own connection.
     pub downloads: ClientResultCounts,
-    /// Requests of wrk on keep-alive connections.
+    /// Counts of wrk's requests on keep-alive connections.
     pub requests: ClientResultCounts,
-    /// Short connections with one request each.
+    /// Counts of short connections with one request each.
     pub short_connections: ClientResultCounts,
-    /// Responses on connections that stay open for the whole run. All responses on a connection must come from the same
-    /// worker.
+    /// Counts of responses on connections that stay open for the whole run. All responses on a connection must come
+    /// from the same worker.
     pub kept_connections: ClientResultCounts,
-    /// Streams, which are connections that last up to minutes and whose bytes are checked.
+    /// Counts of streams, which are connections that last up to minutes and whose bytes are checked.
     pub streams: ClientResultCounts,
-    /// Broken streams, by kind of error.
+    /// Counts of broken streams, by kind of error.
     pub broken_streams: BrokenConnectionCounts,
     /// Descriptions of the first failures, each with its time (seconds since the start of the run).
     pub failures: Vec<String>,
@@ -117,7 +118,7 @@ impl<'a> TrafficClients<'a> {
         })
     }
 
-    /// Returns the counts so far, without those of the streams, which are counted only at the end.
+    /// Returns the counts so far, except those of streams, which are counted only at the end.
     pub fn traffic_counts(&self) -> TrafficCounts {
         self.counts.lock().expect("no client panics").clone()
     }
@@ -222,7 +223,7 @@ impl<'a> TrafficClients<'a> {
         }
     }
 
-    /// Sends requests on the persistent connections, one connection after the other, as long as `is_running` is true.
+    /// Sends requests on the persistent connections in turn, as long as `is_running` returns true.
     fn query_persistent_connections(&self, is_running: impl Fn() -> bool) {
         let mut persistent_connections: Vec<Option<(HttpConnection, WorkerIdentity)>> =
             (0..PERSISTENT_CONNECTION_COUNT).map(|_| None).collect();
@@ -244,8 +245,8 @@ impl<'a> TrafficClients<'a> {
     }
 }
 
-/// Sends a request on a persistent connection, which it opens if necessary. Fails when another worker answers than
-/// before.
+/// Sends a request on a persistent connection, which it opens if necessary. Fails when the answering worker is not that
+/// of the first request.
 fn check_same_worker(
     connection_slot: &mut Option<(HttpConnection, WorkerIdentity)>,
     service: SocketAddr,

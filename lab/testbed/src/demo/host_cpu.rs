@@ -2,7 +2,7 @@
 
 use anyhow::Context as _;
 
-/// Meter of the share of the machine's CPU time that is busy, over all measured periods together.
+/// Meter of the machine's CPU usage, as the busy share of the CPU time in all measured periods together.
 #[derive(Debug, Default)]
 pub struct CpuMeter {
     period_start_ticks: CpuTicks,

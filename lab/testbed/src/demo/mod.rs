@@ -44,9 +44,9 @@ use samples::SeedMeasures;
 use simulated::SimulatedVariances;
 use timeline::PoolChangeTimeline;
 
-/// Time from the start of the load generators to time 0 of the arrival log, in which the generators read the log.
+/// Time from the start of the load generators to time 0 of the arrival log. The generators read the log meanwhile.
 const LOAD_START_DELAY: Duration = Duration::from_millis(700);
-/// Pause between two seeds, so that the load of one seed does not affect the next one.
+/// Pause between the runs of two seeds, after which the load of one run does not affect the next.
 const PAUSE_BETWEEN_SEEDS: Duration = Duration::from_secs(1);
 
 /// Runs the demo and prints its results. Fails without root, when a testbed or a daemon does not start, or when
@@ -162,8 +162,8 @@ fn simulate_logs(options: &DemoOptions, logs: &[ArrivalLogFile]) -> Vec<Simulate
     )
 }
 
-/// Returns the per-core variance (%) of a simulated load balancer that knows all future requests. No real one can do
-/// better. The variance is not 0, because requests are indivisible.
+/// Returns the per-core variance (%) of a simulated load balancer that knows all future requests. No real load balancer
+/// can do better. The variance is not 0, because requests are indivisible.
 fn simulate_noise_floor_pct(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     let warm_up_us = timeline::POOL_SETTLE_SECONDS * 1_000_000;
     let replay_settings = ReplaySettings {

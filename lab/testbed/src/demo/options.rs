@@ -9,7 +9,8 @@ use coreward_model::policy;
 use super::timeline::MIN_RUN_SECONDS;
 use crate::network_options::TestbedNetworkOptions;
 
-/// Names of the policies in Fig. 2a of CrossRSS (Barbette et al., CoNEXT'20), and of coreward's own policy.
+/// Names of the policies that the demo compares by default: those in Fig. 2a of CrossRSS (Barbette et al., CoNEXT'20),
+/// and coreward's own.
 const COMPARED_POLICIES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
 
 /// Options of `coreward-lab demo`.
@@ -51,9 +52,9 @@ pub struct DemoOptions {
 /// Condition on which the controller makes new tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TableTrigger {
-    /// Controller makes tables once per report interval.
+    /// The controller makes tables once per report interval.
     Interval,
-    /// Controller makes tables when their inputs change.
+    /// The controller makes tables whenever their inputs change.
     OnChange,
 }
 
@@ -67,7 +68,7 @@ pub enum DemoOutputFormat {
 }
 
 impl DemoOptions {
-    /// Returns the names of the policies to run, each once, in the order in which the model lists them.
+    /// Returns the names of the policies to run, without duplicates, in the order of the model's list.
     pub fn selected_policies(&self) -> Vec<&'static str> {
         let is_requested =
             |name: &&str| self.requested_policies.iter().any(|requested_policy| requested_policy == name);

@@ -11,13 +11,13 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::results::{DemoResults, PolicyRuns};
 
 const PICTURE_SIZE_PX: (u32, u32) = (1200, 560);
-/// Width of the panel that shows the variance in every second (pixels).
+/// Width of the panel that shows the variance in each second of the run (pixels).
 const TIME_PANEL_WIDTH: u32 = 740;
 const PICTURE_FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_PICTURE_FONT: (&str, u32) = ("sans-serif", 12);
 /// Height of one line of a label, as a fraction of the panel's height.
 const LABEL_LINE_HEIGHT: f64 = 0.032;
-/// Colours of the policies, chosen by Okabe and Ito to be distinguishable with colour-blindness.
+/// Colours of the policies, which Okabe and Ito chose to be distinguishable with colour-blindness.
 const POLICY_COLORS: [RGBColor; 6] = [
     RGBColor(213, 94, 0),
     RGBColor(230, 159, 0),
@@ -54,8 +54,8 @@ fn policy_color(index: usize) -> RGBColor {
     POLICY_COLORS[index % POLICY_COLORS.len()]
 }
 
-/// Returns the range of variances (%) that the axes of both panels show. The scale is logarithmic, because policies
-/// differ by orders of magnitude.
+/// Returns the range of variances (%) for the axes of both panels. The axes are logarithmic, because policies differ by
+/// orders of magnitude.
 fn variance_axis_range(results: &DemoResults) -> std::ops::Range<f64> {
     let live_variances = results.policy_runs.iter().map(|runs| runs.core_variance_pct());
     let simulated_variances =
@@ -64,7 +64,7 @@ fn variance_axis_range(results: &DemoResults) -> std::ops::Range<f64> {
     (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest_variance * 3.0
 }
 
-/// Returns points (second, per-core variance) of one policy, where the variance is the median over the seeds.
+/// Returns points (second, per-core variance) of one policy. Each variance is the median over the seeds.
 fn variance_points_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
     let median_of_second = |second: u64| {
         let seed_variances =
@@ -108,7 +108,7 @@ fn draw_variance_by_second(results: &DemoResults, area: &SvgDrawingArea<'_>) -> 
     chart.draw_series(std::iter::once(Text::new(text, noise_floor_label_position, PICTURE_FONT))).map(drop)
 }
 
-/// Draws each policy's median variance as a bar, its range over the seeds as a line, and the simulated range as a box.
+/// Draws each policy's median variance as a bar, the range over the seeds as a line, and the simulated range as a box.
 fn draw_median_variances(results: &DemoResults, area: &SvgDrawingArea<'_>) -> DrawResult {
     let (count, scale) = (results.policy_runs.len(), variance_axis_range(results));
     let mut chart = ChartBuilder::on(area)

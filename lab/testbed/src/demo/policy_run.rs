@@ -18,15 +18,15 @@ use super::options::{DemoOptions, TableTrigger};
 use super::samples::{BusyTimeSample, SeedMeasures};
 use super::timeline::{PoolChangeTimeline, PoolEvent};
 
-/// Testbed of one policy, with all its daemons. The fields are dropped in this order, so that processes end before the
-/// testbed is removed.
+/// Testbed of one policy, with all its daemons. Fields are dropped in the order of their declaration, so processes end
+/// before the testbed is removed.
 #[derive(Debug)]
 pub struct PolicyTestbed {
     policy: &'static str,
     load_generator: Option<TestbedProcess>,
     fleet: Fleet,
     paced_servers: BTreeMap<u16, PacedServer>,
-    /// Number of the one server that is outside of the pool, which will join the pool next.
+    /// Number of the only server outside of the pool, which is the next to join it.
     waiting_server: u16,
     busy_time_samples: Vec<BusyTimeSample>,
     client_addresses_per_log: u16,
@@ -99,7 +99,7 @@ impl PolicyTestbed {
         Ok(())
     }
 
-    /// Records the current busy times of the servers that accept new connections. Fails when a core load file cannot be
+    /// Records the present busy times of the servers that accept new connections. Fails when a core load file cannot be
     /// read.
     pub fn record_busy_times(&mut self) -> anyhow::Result<()> {
         let active_server_sample = |(number, server): (&u16, &PacedServer)| {
@@ -122,8 +122,8 @@ impl PolicyTestbed {
         self.fleet.set_server_pool(&self.testbed, pool)
     }
 
-    /// Returns the number of the server that has been in the pool longest. This is the number after that of the waiting
-    /// server, because servers join in a cyclic order.
+    /// Returns the number of the server that has been in the pool longest. It is the next number after that of the
+    /// waiting server, because servers join in a cyclic order.
     fn oldest_server_in_pool(&self) -> u16 {
         self.waiting_server % self.paced_servers.len() as u16 + 1
     }

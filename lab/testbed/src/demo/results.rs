@@ -17,7 +17,7 @@ const MAX_MACHINE_BUSY_PCT: f64 = 50.0;
 pub struct PolicyRuns {
     pub policy: &'static str,
     pub seed_measures: Vec<SeedMeasures>,
-    /// Number of forwarding tables that the controller made during the runs of all seeds.
+    /// Number of forwarding tables that the controller made for this policy during the runs of all seeds.
     pub table_count: u64,
 }
 
@@ -56,7 +56,7 @@ impl PolicyRuns {
         self.seed_measures.iter().map(|seed| seed.load_report.broken.total_count()).sum()
     }
 
-    /// Describes the numbers of broken connections by kind, or returns an empty string if none broke.
+    /// Describes the numbers of broken connections by kind. Returns an empty string if none broke.
     fn describe_broken_connections(&self) -> String {
         let sum_over_seeds = |select_count: fn(&crate::connection_errors::BrokenConnectionCounts) -> u64| {
             self.seed_measures.iter().map(|seed| select_count(&seed.load_report.broken)).sum()
@@ -82,7 +82,7 @@ impl PolicyRuns {
 pub struct DemoResults {
     /// Results of each policy, in the order in which the model lists the policies.
     pub policy_runs: Vec<PolicyRuns>,
-    /// Simulated variances of the same policies, in the same order.
+    /// Simulated variances of the same policies, in the order of `policy_runs`.
     pub simulated_variances: Vec<SimulatedVariances>,
     /// Per-core variance of the best possible placement (%), as the median over the seeds.
     pub noise_floor_pct: f64,
@@ -142,8 +142,8 @@ struct JsonConnectionCounts {
 }
 
 impl DemoResults {
-    /// Returns the results as JSON, with medians over the seeds and sums of connections and tables. Fails when a value
-    /// is not a number.
+    /// Returns the results as JSON, with medians over the seeds and with total numbers of connections and tables. Fails
+    /// when a value is not a number.
     pub fn to_json(&self) -> anyhow::Result<String> {
         let compare_variances = |live_summary: MedianAndRange, simulated: MedianAndRange| JsonVarianceComparison {
             simulated,
@@ -178,8 +178,8 @@ impl DemoResults {
         })?)
     }
 
-    /// Returns the results as text tables with explanations. `output_directory` is the directory of the picture and the
-    /// arrival logs.
+    /// Returns the results as text tables with explanations, including the path of `output_directory`, which has the
+    /// picture and the arrival logs.
     pub fn to_text(&self, output_directory: &Path) -> String {
         let mut lines = vec![self.build_live_table().to_string(), String::new()];
         lines.extend(self.method_notes());
@@ -224,9 +224,8 @@ impl DemoResults {
             ),
             format!(
                 "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins \
-                 after\n{join_second} s and another drains after {drain_second} s; {POOL_SETTLE_SECONDS} s after \
-                 start and \
-                 changes are left out."
+                 after\n{join_second} s and another drains after {drain_second} s; {POOL_SETTLE_SECONDS} s after start \
+                 and changes are left out."
             ),
             "Emulated: RSS (virtual Ethernet has none) and cores (paced workers).\n\
              Real: packets, TCP, load balancer, agents, controller."
@@ -352,7 +351,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Returns invented results of two policies and three seeds.
+    /// Returns invented results of two policies with three seeds each.
     pub fn build_example_results() -> DemoResults {
         let build_policy_runs = |policy, variances: [f64; 3]| PolicyRuns {
             policy,

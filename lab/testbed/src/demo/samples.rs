@@ -8,17 +8,19 @@ use crate::load::LoadReport;
 
 use super::timeline::PoolChangeTimeline;
 
-/// Busy times of the cores of each server in the pool at one moment (ns since the start of the core), by server number.
+/// Busy times of the cores of each server in the pool at one moment, by server number. A core's busy time is counted
+/// from the core's start (ns).
 pub type BusyTimeSample = BTreeMap<u16, Vec<u64>>;
 
-/// Variances of the servers' and cores' work in one second, among the servers in the pool during the whole second.
+/// Variances of the servers' and cores' work in one second of a run. Only servers that are in the pool for the whole
+/// second count.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct VarianceWindow {
     /// Number of this second, counted from the start of the run.
     pub second_number: u64,
-    /// Variance of the work among the servers (%), or `None` if no server did any work.
+    /// Variance of the servers' amounts of work (%), or `None` if no server did any work.
     pub server_variance_pct: Option<f64>,
-    /// Variance of the work among the cores (%), or `None` if no core did any work.
+    /// Variance of the cores' amounts of work (%), or `None` if no core did any work.
     pub core_variance_pct: Option<f64>,
 }
 
@@ -27,9 +29,9 @@ pub struct VarianceWindow {
 pub struct SeedMeasures {
     pub seed: u64,
     pub windows: Vec<VarianceWindow>,
-    /// Variance of the work among the servers (%), as the mean over the counted windows.
+    /// Variance of the servers' amounts of work (%), as the mean over the counted windows of one second.
     pub server_variance_pct: f64,
-    /// Variance of the work among the cores (%), as the mean over the counted windows.
+    /// Variance of the cores' amounts of work (%), as the mean over the counted windows of one second.
     pub core_variance_pct: f64,
     pub load_report: LoadReport,
 }
@@ -44,17 +46,17 @@ impl SeedMeasures {
     }
 }
 
-/// Variances during a run, as means over the counted windows of one second.
+/// Variances during a run, as means over those windows of one second that are counted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MeanVariances {
-    /// Mean variance of the work among the servers (%).
+    /// Mean variance of the servers' amounts of work (%).
     pub server_variance_pct: f64,
-    /// Mean variance of the work among the cores (%).
+    /// Mean variance of the cores' amounts of work (%).
     pub core_variance_pct: f64,
 }
 
 impl MeanVariances {
-    /// Computes the means over those windows that `timeline` counts.
+    /// Computes the mean variances over those windows that `timeline` counts.
     pub fn from_windows(windows: &[VarianceWindow], timeline: &PoolChangeTimeline) -> Self {
         let mean_over_counted_windows = |value: fn(&VarianceWindow) -> Option<f64>| {
             let counted_values = windows.iter().filter(|window| timeline.is_second_counted(window.second_number));
@@ -67,7 +69,7 @@ impl MeanVariances {
     }
 }
 
-/// Returns the variances of the work between each two consecutive samples.
+/// Returns one window with the variances of the work for each pair of consecutive samples.
 pub fn compute_variance_windows(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
     (0..)
         .zip(samples.windows(2))

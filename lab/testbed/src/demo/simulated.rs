@@ -18,13 +18,13 @@ use super::seed_summary::MedianAndRange;
 use super::timeline::{PoolChangeTimeline, PoolEvent};
 
 /// Number of draws, which are simulations that differ only in their random numbers. If the simulator is correct, the
-/// median of the live run is outside the draws' range once in 10 times. The reason is that each of the 20 values is
-/// equally likely to be the lowest or the highest.
+/// median of the live run is outside the draws' range once in 10 times. Each of the 20 values is then equally likely to
+/// be the lowest or the highest.
 pub const SIMULATION_DRAW_COUNT: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimulatedVariances {
-    /// Per-core variance (%) as the median over the seeds, summarized over the draws.
+    /// Per-core variance (%). Each draw yields the median over the seeds, and this is the summary over the draws.
     pub core_variance_pct: MedianAndRange,
     pub server_variance_pct: MedianAndRange,
 }
@@ -89,8 +89,8 @@ fn simulate_draw(
     }
 }
 
-/// Returns the pool's changes during the arrival log at index `log_index`. Servers join in a cyclic order, and the
-/// server that has been in the pool longest drains.
+/// Returns the pool's changes while the arrival log at index `log_index` is replayed. Servers join in a cyclic order,
+/// and the server that has been in the pool longest drains.
 fn plan_pool_changes(servers: u16, log_index: u16, timeline: &PoolChangeTimeline) -> Vec<PoolChange> {
     let waiting_server = (servers + log_index) % (servers + 1);
     let mut pool_changes = vec![PoolChange { time_us: 0, server_index: waiting_server, is_eligible: false }];
@@ -104,7 +104,7 @@ fn plan_pool_changes(servers: u16, log_index: u16, timeline: &PoolChangeTimeline
     pool_changes
 }
 
-/// Returns the busy times of the cores in the pool at the start of `second`, before pool changes at that moment.
+/// Returns the busy times of all cores in the pool at the start of `second`, before any pool change at that moment.
 fn build_busy_time_sample(core_busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> BusyTimeSample {
     let is_made_before = |change: &&PoolChange| change.time_us == 0 || change.time_us < second * 1_000_000;
     let is_eligible = |server: u16| {

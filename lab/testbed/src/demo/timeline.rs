@@ -1,6 +1,6 @@
 //! Changes of the pool during a seed's run, and the seconds that count in the results.
 
-/// Number of seconds after the start and after every change of the pool in which variances are not counted.
+/// Number of seconds, after the start and after each pool change, in which variances are not counted.
 pub const POOL_SETTLE_SECONDS: u64 = 5;
 /// Minimum duration of a run (s). In a shorter run, no second between two changes of the pool would be counted.
 pub const MIN_RUN_SECONDS: u64 = 3 * (POOL_SETTLE_SECONDS + 1);
@@ -14,7 +14,7 @@ pub enum PoolEvent {
 }
 
 impl PoolEvent {
-    /// Returns the verb for what the server does, such as "joins".
+    /// Returns the verb for the server's action, such as "joins".
     pub fn action_verb(self) -> &'static str {
         match self {
             Self::Join => "joins",
@@ -30,7 +30,7 @@ pub struct PoolChangeTimeline {
 }
 
 impl PoolChangeTimeline {
-    /// Creates the timeline of a run of `seconds`. Panics with fewer than [`MIN_RUN_SECONDS`] seconds.
+    /// Creates the timeline of a run of `run_seconds` seconds. Panics with fewer than [`MIN_RUN_SECONDS`] seconds.
     pub fn new(run_seconds: u64) -> Self {
         assert!(run_seconds >= MIN_RUN_SECONDS, "{run_seconds} seconds are too short for a run");
         Self { run_seconds }
@@ -44,7 +44,7 @@ impl PoolChangeTimeline {
         [(self.run_seconds / 3, PoolEvent::Join), (self.run_seconds * 2 / 3, PoolEvent::Drain)]
     }
 
-    /// Returns the change of the pool at the start of a second, if any.
+    /// Returns the pool change at the start of a second of the run, if any.
     pub fn pool_change_at(&self, second: u64) -> Option<PoolEvent> {
         self.pool_changes().into_iter().find(|(change_second, _)| *change_second == second).map(|(_, event)| event)
     }

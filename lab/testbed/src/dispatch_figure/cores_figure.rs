@@ -24,7 +24,7 @@ use crate::fleet::lab_binary_path;
 use crate::process::DEFAULT_TIMEOUT;
 use crate::topology::{Testbed, find_missing_privilege};
 
-/// Load that a burst adds, as a fraction of the capacity of all cores.
+/// Load that each burst adds, as a fraction of the capacity of all cores.
 const BURST_LOAD: f64 = 0.5;
 const BURST_SECONDS: f64 = 0.1;
 /// Interval between the starts of two bursts (ns).
@@ -41,8 +41,9 @@ struct CoresFigureRun {
     batch_cpu_pct: f64,
 }
 
-/// Measures every series of `scenario`, which has short requests, bursts, and a batch of long requests. Fails without
-/// root, when a program cannot be started, when requests are lost, when the machine is too busy, or when interrupted.
+/// Measures every series of `scenario`, in which short requests compete with bursts and with a batch of long requests.
+/// Fails without root, when a program cannot be started, when requests are lost, when the machine is too busy, or when
+/// interrupted.
 pub fn measure_cores_figure(
     scenario: &FigureScenario,
     progress: ProgressCallback<'_>,
@@ -134,8 +135,8 @@ fn measure_cores_run(
     Ok(CoresFigureRun { short_requests: measurement, batch_cpu_pct: batch_pct })
 }
 
-/// Calls `send` while the batch runs. Returns the measurement of `send`, and the share of all cores' time that the
-/// batch used meanwhile (%).
+/// Calls `send` while the batch service runs. Returns the measurement of `send`, and the share of all cores' time that
+/// the batch service used meanwhile (%).
 fn measure_during_batch(
     orchestrator: &RunningOrchestrator,
     cores: u16,
@@ -148,7 +149,7 @@ fn measure_during_batch(
     Ok((measurement, (busy_after_ns - busy_before_ns) as f64 / total_core_ns * 100.0))
 }
 
-/// Sends a burst of requests every [`BURST_INTERVAL_NS`] until `stop_flag` is set. Each burst has its own seed.
+/// Sends a burst of requests once per [`BURST_INTERVAL_NS`] until `stop_flag` is set. Each burst has its own seed.
 fn send_bursts(testbed: &Testbed, burst_load: &RequestLoad, stop_flag: &AtomicBool) -> anyhow::Result<()> {
     let mut next_burst_ns = now_ns() + BURST_INTERVAL_NS;
     for burst_number in 1.. {

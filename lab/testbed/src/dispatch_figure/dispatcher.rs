@@ -17,7 +17,7 @@ use crate::fleet::coreward_binary_path;
 use crate::process::{DEFAULT_TIMEOUT, TestbedProcess};
 use crate::topology::Testbed;
 
-/// Running `coreward dispatch` process for one service on one server. Dropping it detaches its BPF program.
+/// Running `coreward dispatch` process for one service on one server. Dropping this value detaches the BPF program.
 #[derive(Debug)]
 pub struct RunningDispatcher<'a> {
     testbed: &'a Testbed,
@@ -102,7 +102,8 @@ impl<'a> RunningDispatcher<'a> {
         status["services"].get(0).cloned().context("a status without a service")
     }
 
-    /// Returns the workers listed by `coreward dispatch --status`. Fails when it prints no JSON.
+    /// Returns the entries of all workers from the output of `coreward dispatch --status`. Fails when it prints no
+    /// JSON.
     pub fn query_workers(&self) -> anyhow::Result<Vec<Value>> {
         self.query_status()?["workers"].as_array().cloned().context("a status without workers")
     }
@@ -112,8 +113,8 @@ impl<'a> RunningDispatcher<'a> {
         self.query_workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
     }
 
-    /// Stops the daemon and detaches its BPF program, so that the kernel selects workers again. Fails when either step
-    /// fails.
+    /// Stops the daemon and detaches its BPF program, after which the kernel selects workers again. Fails when either
+    /// step fails.
     pub fn stop(mut self) -> anyhow::Result<()> {
         let exit_status = self.dispatch_daemon.terminate(*DEFAULT_TIMEOUT)?;
         ensure!(exit_status.success(), "coreward dispatch ended with {exit_status}");

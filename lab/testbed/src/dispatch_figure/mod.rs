@@ -22,13 +22,13 @@ use std::process::Command;
 
 use crate::interrupt;
 
-/// Interrupts the measurement that is running.
+/// Interrupts the measurement that is running at present.
 pub fn interrupt_measurement() {
     interrupt::request_interruption();
 }
 
-/// Returns a command that runs `program` with real-time priority, because the program represents another machine, or
-/// CPUs that this machine lacks.
+/// Returns a command that runs `program` with real-time priority. The program represents a separate machine, or CPUs
+/// that this machine lacks.
 fn build_real_time_command(program: PathBuf) -> Command {
     let mut command = Command::new("chrt");
     command.args(["--fifo", "1"]).arg(program);

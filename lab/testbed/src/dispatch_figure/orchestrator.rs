@@ -25,8 +25,8 @@ use crate::topology::Testbed;
 /// length with their keys.
 const DATABASE_VALUE_BYTES: u16 = 10;
 
-/// Running `coreward orchestrate` process, and the server process whose cores get requests from it. Dropping it kills
-/// both processes.
+/// Running `coreward orchestrate` process, and the server process whose cores get requests from it. Dropping this value
+/// kills both processes.
 #[derive(Debug)]
 pub struct RunningOrchestrator {
     server: TestbedProcess,
@@ -34,13 +34,13 @@ pub struct RunningOrchestrator {
     core_load_file_path: PathBuf,
 }
 
-/// Kind of requests that the server of a figure gets.
+/// Kind of requests that are sent to the server of a figure.
 #[derive(Debug, Clone, Copy)]
 pub enum FigureRequestKind<'a> {
     /// Requests only occupy a core for their service time.
     ServiceTimeOnly,
-    /// Requests only occupy a core. In addition, a second service is a batch that always has requests of this service
-    /// time (in units).
+    /// Requests only occupy a core. A second service is a batch, which always has waiting requests of this service time
+    /// (in units).
     ServiceTimeWithBatch(f64),
     /// Requests read and write a RocksDB database.
     RocksDb(&'a RequestMix),

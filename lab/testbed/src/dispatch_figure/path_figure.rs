@@ -18,7 +18,7 @@ use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, TestbedOptions, find_missing_privilege};
 
-/// Size of the receive buffer of each worker's socket (bytes).
+/// Size of the receive buffer of each worker's socket (bytes), in the form of a command argument.
 const RECEIVE_BUFFER_BYTES: &str = "16000000";
 
 /// Measures every series of `scenario`, which has the parameters of `coreward-lab sim path`. It has one request per
@@ -71,7 +71,8 @@ fn as_path_config(job: &SimulationJob) -> Option<&path::PathSimulationConfig> {
     if let SimulationJob::Path(config) = job { Some(config) } else { None }
 }
 
-/// Client, load balancer and servers. The fields are dropped in this order, so that servers end before the testbed.
+/// Client, load balancer and servers. Fields are dropped in the order of their declaration, so servers end before the
+/// testbed.
 struct PathFigureEnv {
     _key_value_servers: Vec<KeyValueServer>,
     testbed: Testbed,

@@ -9,13 +9,13 @@ use coreward_sim::figure::live::LiveFigureSample;
 use coreward_sim::figure::scenario::FigureScenario;
 use coreward_sim::rpc;
 
-/// Returns the runs that the scenario's series need, as in the simulator. Fails when the scenario's parameters are
-/// invalid.
+/// Returns the runs that the scenario's series need. They are the same as in the simulator. Fails when the scenario's
+/// parameters are invalid.
 pub fn plan_runs(scenario: &FigureScenario) -> anyhow::Result<RunPlan> {
     scenario.plan_runs().map_err(|failure| anyhow::anyhow!("{}", failure.cause))
 }
 
-/// Returns the samples for all points of a plan. `point_value` returns the y value of a point.
+/// Returns the figure samples for all points of a plan. `point_value` returns the y value of a point.
 pub fn compute_samples(
     scenario: &FigureScenario,
     plan: &RunPlan,
@@ -38,12 +38,12 @@ pub fn compute_samples(
     plan.plot_points.iter().map(compute_sample).collect()
 }
 
-/// Returns the key under which the measurement of `config` is stored in a map.
+/// Returns the map key for the measurement with the parameters in `config`.
 pub fn measurement_key(config: &impl std::fmt::Debug) -> String {
     format!("{config:?}")
 }
 
-/// Returns the measurement of `config`. Fails when `measurements` lacks it.
+/// Returns the measurement with the parameters in `config`. Fails when `measurements` lacks it.
 pub fn find_measurement<'a, T>(
     measurements: &'a HashMap<String, T>,
     config: &impl std::fmt::Debug,
@@ -57,9 +57,9 @@ pub fn differ_only_in_load(a: &rpc::RpcSimulationConfig, b: &rpc::RpcSimulationC
     remove_load(a) == remove_load(b)
 }
 
-/// Returns the highest load at which the p99 is within `slo`, as `coreward-lab sim capacity` defines it. The points of
-/// `curve` are (load, p99). The crossing is interpolated on the logarithm of the p99. Returns 0 when the first point
-/// exceeds `slo`, and the last load when no point does. Fails without points.
+/// Returns the highest load at which the 99th percentile (p99) is within `slo`, as `coreward-lab sim capacity` defines
+/// it. The points of `curve` are (load, p99). The crossing is interpolated on the logarithm of the p99. Returns 0 when
+/// the first point exceeds `slo`, and the last load when no point does. Fails without points.
 pub fn max_load_within_slo(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Result<f64> {
     curve.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { bail!("a peak without a curve") };

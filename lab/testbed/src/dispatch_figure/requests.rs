@@ -18,12 +18,12 @@ use crate::fleet::lab_binary_path;
 use crate::process::DEFAULT_TIMEOUT;
 use crate::topology::Testbed;
 
-/// Number of source ports that requests come from. It is large enough that a hash of the port gives 4 workers equal
+/// Number of source ports from which requests are sent. It is so large that a hash of the port gives 4 workers equal
 /// shares within a few percent, as if each request were hashed.
 const REQUEST_FLOW_COUNT: u16 = 8192;
 /// First source port of the requests, the same in every run.
 const FIRST_SOURCE_PORT: u16 = 20_000;
-/// Number of keys in the key-value store at its start.
+/// Number of keys in the key-value store when it starts.
 pub const INITIAL_KEY_COUNT: u32 = 10_000;
 const WARM_UP_S: f64 = 0.3;
 const RESPONSE_TIMEOUT_S: f64 = 2.0;
@@ -32,13 +32,13 @@ const RESPONSE_TIMEOUT_S: f64 = 2.0;
 const MAX_LATENESS_US: f64 = 500.0;
 /// Environment variable that replaces [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
 const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
-/// Maximum number of attempts to measure while the machine is not busy. The pauses between them grow to a total of four
-/// minutes, because a figure that takes many minutes should survive a few busy ones.
+/// Maximum number of attempts at a measurement while the machine is too busy. The pauses between them grow to a total
+/// of four minutes, because a figure that takes many minutes should survive a few busy ones.
 const MAX_MEASUREMENT_ATTEMPTS: u32 = 12;
 const MEASUREMENT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
 
-/// Load that the client sends in one run.
+/// Requests that the client sends in one run.
 #[derive(Debug, Clone)]
 pub struct RequestLoad {
     /// Distribution of the service times, as multiples of `unit_us`.
@@ -61,8 +61,8 @@ pub struct LoadMeasurement {
     unit_us: f64,
 }
 
-/// Raises the limit of open files, because every source port needs a socket. Fails when the limit cannot be raised
-/// enough.
+/// Raises the process's limit of open files, because every source port needs a socket. Fails when the limit cannot be
+/// raised enough.
 pub fn raise_open_file_limit() -> anyhow::Result<()> {
     let (soft_limit, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let required_files = u64::from(REQUEST_FLOW_COUNT) + 100;
@@ -74,7 +74,7 @@ pub fn raise_open_file_limit() -> anyhow::Result<()> {
 }
 
 impl RequestLoad {
-    /// Sends all requests and waits for the responses. Repeats the measurement while the machine is busy. Fails when
+    /// Sends all requests and waits for the responses. Repeats the measurement if the machine was too busy. Fails when
     /// the generator fails, the machine stays busy, or no request was answered.
     pub fn send_and_measure(&self, testbed: &Testbed) -> anyhow::Result<LoadMeasurement> {
         let (workload, multiplier) = match &self.mix {
@@ -93,7 +93,7 @@ impl RequestLoad {
 }
 
 /// Runs `coreward-lab load TARGET` on the testbed's client at a rate for a duration, with additional options. Repeats
-/// the measurement while the machine is busy. Fails when the generator fails, or the machine stays busy.
+/// the measurement if the machine was too busy. Fails when the generator fails, or the machine stays busy.
 pub fn measure_while_machine_idle(
     testbed: &Testbed,
     target: SocketAddrV4,
@@ -170,7 +170,7 @@ impl LoadMeasurement {
         Ok(p99_us / self.unit_us)
     }
 
-    /// Returns the number of requests that were due in the measured time, and how many of them were lost.
+    /// Returns the number of requests that were due in the measured time, and the number of them that were lost.
     pub fn sent_and_lost_counts(&self) -> (u64, u64) {
         (self.report.requests, self.report.lost)
     }

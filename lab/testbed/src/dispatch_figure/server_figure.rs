@@ -86,7 +86,7 @@ struct MeasurementParameters {
     /// Unit of service times (us).
     unit_us: f64,
     duration_s: f64,
-    /// Requests to a key-value store, or `None` if requests only occupy cores.
+    /// Mix of requests to a key-value store, or `None` if requests only occupy cores.
     mix: Option<RequestMix>,
 }
 
@@ -131,7 +131,8 @@ impl<'a> RequestDistributor<'a> {
     }
 }
 
-/// Client and server of the measurements. The fields are dropped in this order, so that the server ends first.
+/// Client and server of the measurements. Fields are dropped in the order of their declaration, so the server ends
+/// first.
 pub(super) struct ServerFigureEnv {
     worker_count: u16,
     /// Key-value server, or `None` if [`RunningOrchestrator`](super::orchestrator::RunningOrchestrator) starts its own
@@ -141,7 +142,7 @@ pub(super) struct ServerFigureEnv {
 }
 
 impl ServerFigureEnv {
-    /// Returns the existing environment if it has the right server and number of workers, or else a new one.
+    /// Returns the existing environment if it has the right server and number of workers, and otherwise a new one.
     pub(super) fn reuse_or_start_env<'a>(
         current_env: &'a mut Option<Self>,
         config: &rpc::RpcSimulationConfig,
@@ -164,7 +165,7 @@ impl ServerFigureEnv {
         Ok(Self { worker_count: workers, server, testbed })
     }
 
-    /// Measures all loads of one series. Fails when requests bypass the distributor.
+    /// Measures one series at all its loads. Fails when requests bypass the distributor.
     fn measure_series(
         &self,
         series: &[&rpc::RpcSimulationConfig],

@@ -18,7 +18,7 @@ pub struct CounterReading {
     client_counters: KernelNetworkCounters,
     server_counters: KernelNetworkCounters,
     purged_datagram_count: u64,
-    /// Number of datagrams that workers read but did not answer.
+    /// Number of datagrams that workers read but did not answer, such as invalid ones.
     refused_datagram_count: u64,
 }
 
@@ -33,7 +33,7 @@ impl CounterReading {
         })
     }
 
-    /// Describes all signs in the counters that requests are still pending, or that a worker gets no requests.
+    /// Describes all signs in these counters of pending requests or of workers that get no requests.
     pub fn signs_of_pending_requests(&self) -> Vec<String> {
         let mut signs = Vec::new();
         let (outstanding_count, queued_count) = (self.sum_over_workers("outstanding"), self.sum_over_workers("queued"));
@@ -55,7 +55,7 @@ impl CounterReading {
         signs
     }
 
-    /// Returns the sum of the counter `counter_name` of `coreward dispatch` over all workers.
+    /// Returns the sum over all workers of `coreward dispatch`'s counter `counter_name`.
     fn sum_over_workers(&self, counter_name: &str) -> u64 {
         let workers = self.dispatch_status["workers"].as_array().into_iter().flatten();
         workers.filter_map(|worker| worker[counter_name].as_u64()).sum()
@@ -74,7 +74,7 @@ impl CounterReading {
     }
 }
 
-/// Results of one soak test segment, computed from the growth of the counters.
+/// Results of one segment of the soak test, computed from the growth of the counters.
 #[derive(Debug, Serialize)]
 pub struct SoakSegment {
     /// Number of the segment, counted from 0.
@@ -86,11 +86,11 @@ pub struct SoakSegment {
     pub read_requests: u64,
     /// Number of requests dropped because a receive buffer was full.
     pub dropped_requests: u64,
-    /// Number of requests that arrived when no socket listened.
+    /// Number of requests that arrived when no worker's socket listened.
     pub requests_without_listener: u64,
-    /// Number of requests that were queued at workers when these were killed.
+    /// Number of requests that were still queued at workers when these workers were killed.
     pub purged_requests: u64,
-    /// Number of requests that workers had read, but not answered, when they were killed.
+    /// Number of requests that were read but not yet answered when their worker was killed.
     pub requests_killed_in_service: i64,
     /// Number of responses that workers sent.
     pub responses: u64,
@@ -105,11 +105,11 @@ pub struct SoakSegment {
 /// Counters of `coreward dispatch` that account for every request in a segment.
 #[derive(Debug, Serialize)]
 pub struct RequestLedger {
-    /// Number of requests that the dispatch sent to workers.
+    /// Number of requests that `coreward dispatch` sent to workers.
     pub dispatched: u64,
     /// Number of requests that got a response.
     pub completed: u64,
-    /// Number of requests whose response `coreward dispatch` no longer waits for.
+    /// Number of requests for which `coreward dispatch` has stopped expecting a response.
     pub abandoned: u64,
     /// Number of datagrams from the service's port that answer no pending request.
     pub unmatched: u64,
@@ -118,9 +118,9 @@ pub struct RequestLedger {
 }
 
 impl SoakSegment {
-    /// Computes the results of a segment. `reading_before` and `reading_after` are readings at least a second after the
-    /// last request of the previous and of this segment, when no request is pending. `settled_reading` is an earlier
-    /// one after this segment's last request.
+    /// Computes the results of a segment. `reading_before` is taken at least a second after the previous segment's last
+    /// request, and `reading_after` likewise after this segment's. No request is pending at these times.
+    /// `settled_reading` is earlier than `reading_after`, but also after the last request.
     pub fn new(
         number: u32,
         reading_before: &CounterReading,
@@ -159,7 +159,7 @@ impl SoakSegment {
         segment
     }
 
-    /// Returns the results of the segment in one line.
+    /// Returns a text of one line with the results of the segment.
     pub fn summary_line(&self) -> String {
         let Self {
             sent_datagrams: sent,
@@ -188,7 +188,7 @@ impl SoakSegment {
         self.violations.push(format!("segment {}: {description}", self.number));
     }
 
-    /// Checks that every sent datagram is part of one of the counts, and that only faults caused losses.
+    /// Checks that each datagram sent is in one of the counts, and that only faults caused losses.
     fn check_datagrams(&mut self) {
         let accounted_datagram_count =
             self.read_requests + self.dropped_requests + self.requests_without_listener + self.purged_requests;

@@ -13,16 +13,16 @@ use super::spoof::{FIRST_UNANSWERED_REQUEST_ID, ResponseSpoofer, UnansweredClien
 use super::test_env::{FIRST_LOAD_PORT, LOAD_FLOW_COUNT, SoakTestEnv, WORKER_COUNT};
 use crate::interrupt;
 
-/// Range of the pause between two faults (ms).
+/// Range of the pauses between consecutive faults (ms).
 const FAULT_PAUSE_RANGE_MS: std::ops::Range<u32> = 100..600;
-/// Range of the time for which a worker is stopped (ms).
+/// Range of the times for which workers are stopped (ms).
 const STOP_DURATION_RANGE_MS: std::ops::Range<u32> = 1_000..3_000;
 /// Number of datagrams in a flood, which is several times the number that fits into the workers' receive buffers.
 const FLOOD_DATAGRAM_COUNT: u32 = 3_000;
-/// Number of flood datagrams that are sent without a pause. It stays below a CPU's backlog of 1,000 packets
-/// (net.core.netdev_max_backlog), so that the flood is dropped only at the receive buffers.
+/// Number of flood datagrams that are sent without a pause. It is less than a CPU's backlog of 1,000 packets
+/// (net.core.netdev_max_backlog), so the flood is dropped only at the receive buffers.
 const FLOOD_BURST_DATAGRAM_COUNT: u32 = 100;
-/// Time after which a sent request has certainly arrived at its worker.
+/// Time within which a request certainly arrives at its worker.
 const MAX_DELIVERY_TIME: Duration = Duration::from_millis(20);
 
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
@@ -40,7 +40,7 @@ pub struct FaultCounts {
     pub floods: u64,
     /// Number of requests that no worker answers. Floods consist of such requests.
     pub unanswered_requests: u64,
-    /// Number of requests that another process answered instead of a worker.
+    /// Number of requests that were answered by a process other than a worker.
     pub answered_by_others: u64,
     /// Number of spoofed responses, which match no request.
     pub spoofed_responses: u64,
@@ -83,8 +83,8 @@ pub struct FaultInjector<'a> {
 }
 
 impl<'a> FaultInjector<'a> {
-    /// Creates an injector. If `may_restart_dispatch` is true, it may detach the dispatch and kill all workers at once.
-    /// Fails when sockets cannot be opened.
+    /// Creates an injector. If `may_restart_dispatch` is true, it may detach `coreward dispatch` and kill all workers
+    /// at once. Fails when sockets cannot be opened.
     pub fn new(
         env: &'a mut SoakTestEnv,
         rng: &'a mut Xoshiro256PlusPlus,
@@ -125,7 +125,7 @@ impl<'a> FaultInjector<'a> {
         }
     }
 
-    /// Resumes all stopped workers. Returns the numbers of injected faults.
+    /// Resumes all stopped workers. Returns the number of injected faults of each kind.
     pub fn resume_workers_and_count(mut self) -> anyhow::Result<FaultCounts> {
         std::mem::take(&mut self.stopped_workers)
             .into_iter()
@@ -199,7 +199,7 @@ impl<'a> FaultInjector<'a> {
         }
     }
 
-    /// Sends requests that no worker answers. Another process answers every second of these requests.
+    /// Sends requests that no worker answers. A different process answers every second one.
     fn send_unanswered_requests(&mut self) {
         let request_count = 1 + uniform_below(self.rng, 20);
         let request_ids: Vec<u32> = (0..request_count).filter_map(|_| self.unanswered_client.send_request()).collect();

@@ -27,9 +27,9 @@ use test_env::SoakTestEnv;
 /// Number of the [`seeded_rng`] stream from which the faults are drawn.
 const RNG_STREAM_FAULTS: u64 = 0x6469_7301;
 const SOAK_SEGMENT_DURATION: Duration = Duration::from_secs(50);
-/// Minimum time between the last request and the comparison of the counters, so that late responses have arrived.
+/// Minimum time between the last request and the comparison of the counters. Late responses have arrived by then.
 const MIN_SETTLE_TIME: Duration = Duration::from_secs(1);
-/// Minimum duration of a segment, so that some faults occur in it.
+/// Minimum duration of a segment, long enough for some faults.
 const MIN_SEGMENT_DURATION: Duration = Duration::from_secs(4);
 
 /// Options of `coreward-lab testbed dispatch-soak`.
@@ -96,7 +96,7 @@ pub fn run_soak_test(instance: &str, options: DispatchSoakArgs) -> anyhow::Resul
     })
 }
 
-/// Runs a segment of the test. Fails when its load, a fault or a reading of the counters fails.
+/// Runs one segment of the test. Fails when its load, a fault or a reading of the counters fails.
 fn run_segment(
     env: &mut SoakTestEnv,
     rng: &mut Xoshiro256PlusPlus,

@@ -8,7 +8,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::addresses::SERVICE_ADDRESS;
 use crate::namespace::NetworkNamespace;
 
-/// First request id of datagrams that the load generator does not send. Its own request ids count from 0.
+/// First request id of the requests that do not come from the load generator. The generator's ids count from 0.
 pub const FIRST_UNANSWERED_REQUEST_ID: u32 = 1 << 31;
 
 /// Client whose requests the key-value server never answers. Each request has a different id.
@@ -50,7 +50,7 @@ impl UnansweredClient {
     }
 }
 
-/// Sender of forged responses, which a raw socket on the server's host sends from the service's address.
+/// Sender of forged responses. Its raw socket on the server's host sends them from the service's address.
 #[derive(Debug)]
 pub struct ResponseSpoofer {
     raw_socket: Socket,

@@ -27,18 +27,18 @@ mod skeleton {
 }
 
 pub const WORKER_COUNT: u64 = 4;
-/// First source port of the load, to which spoofed responses are sent.
+/// First source port of the load generator's requests. Spoofed responses are sent to this port.
 pub const FIRST_LOAD_PORT: u16 = 20_000;
 pub const LOAD_FLOW_COUNT: u16 = 64;
-/// Number of requests per second that the load generator sends. With the service time [`SERVICE_TIME_ARGUMENT`], this
-/// is a third of all workers' capacity. Even without one worker, queues stay short.
+/// Number of requests per second that the load generator sends. With the service time [`SERVICE_TIME_ARGUMENT`], they
+/// use a third of all workers' capacity. Even without one worker, queues stay short.
 const LOAD_RATE_RPS: &str = "1200";
 const SERVICE_TIME_ARGUMENT: &str = "GET=1000";
 /// Size of each worker's receive buffer (bytes). A flood can fill the buffer, but the requests that arrive while a
 /// worker is stopped fit into it.
 const RECEIVE_BUFFER_BYTES: &str = "65536";
-/// Timeout of the load generator's requests (s). It exceeds the time for which a worker is stopped, so that only
-/// requests that no worker answers count as lost.
+/// Timeout of the load generator's requests (s). It exceeds the time for which a worker is stopped, so a request counts
+/// as lost only if no worker answers it.
 const LOAD_TIMEOUT_S: &str = "6";
 
 #[derive(Debug)]
@@ -120,15 +120,15 @@ impl SoakTestEnv {
         }
     }
 
-    /// Kills the daemon `coreward dispatch`. Its BPF program continues to dispatch requests. Fails when the daemon does
-    /// not run.
+    /// Kills the daemon `coreward dispatch`. Its BPF program continues to dispatch requests. Fails when the daemon is
+    /// not running.
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.dispatch_daemon.take().context("no daemon")?;
         daemon.send_signal(Signal::SIGKILL)?;
         daemon.wait_for_exit(*DEFAULT_TIMEOUT).map(drop)
     }
 
-    /// Detaches the BPF program of `coreward dispatch`, so that the kernel selects workers. Fails when the command
+    /// Detaches the BPF program of `coreward dispatch`, after which the kernel selects workers. Fails when the command
     /// fails.
     pub fn detach_dispatch(&mut self) -> anyhow::Result<()> {
         let exit_status = self.dispatch_daemon.take().context("no daemon")?.terminate(*DEFAULT_TIMEOUT)?;
@@ -147,8 +147,8 @@ impl SoakTestEnv {
         Ok(status["services"][0].take())
     }
 
-    /// Returns the number of datagrams that were queued at sockets when these were closed. Fails when the BPF program's
-    /// counter cannot be read.
+    /// Returns the number of datagrams that were still queued at sockets when the sockets were closed. Fails when the
+    /// BPF program's counter cannot be read.
     pub fn read_purged_datagram_count(&self) -> anyhow::Result<u64> {
         let counter_bytes =
             self.purged_datagram_counter.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;

@@ -15,7 +15,8 @@ use crate::namespace::NetworkNamespace;
 use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
-/// Returns the path of `coreward` in this program's directory or its parent directory. Fails when it does not exist.
+/// Returns the path of `coreward` in the directory of the running program or in its parent. Fails when it does not
+/// exist.
 pub fn coreward_binary_path() -> anyhow::Result<PathBuf> {
     find_binary("coreward")
 }
@@ -33,14 +34,14 @@ fn find_binary(name: &str) -> anyhow::Result<PathBuf> {
     found_path.with_context(|| format!("no {name} in the directory of {}: `make build` makes it", own_path.display()))
 }
 
-/// Returns the command `coreward ARGUMENTS` with the operator's token, to be run on the machine of the only controller.
-/// Fails when `coreward` does not exist.
+/// Returns a command that runs `coreward` with these arguments and the operator's token, on the machine of the only
+/// controller. Fails when `coreward` does not exist.
 pub fn build_operator_command(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
     build_operator_command_for(testbed, [1], arguments)
 }
 
-/// Returns the command `coreward ARGUMENTS`, which finds the leader of these controllers. Fails when `coreward` does
-/// not exist.
+/// Returns a command that runs `coreward` with these arguments and finds the leader of these controllers. Fails when
+/// `coreward` does not exist.
 pub fn build_operator_command_for(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
@@ -66,7 +67,7 @@ pub(crate) fn read_log_tails(testbed: &Testbed) -> String {
     log_tails
 }
 
-/// Returns the capabilities that the daemon's systemd unit grants, such as `CAP_BPF`. Fails when the daemon has no
+/// Returns the capabilities that the systemd unit of `daemon` grants, such as `CAP_BPF`. Fails when the daemon has no
 /// unit.
 pub fn systemd_unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     let unit_text = match daemon {
@@ -81,7 +82,7 @@ pub fn systemd_unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static st
     Ok(capability_line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())
 }
 
-/// Returns a command that runs `coreward` with the capability bounding set of the daemon's systemd unit. It uses
+/// Returns a command that runs `coreward` with the capability bounding set of the systemd unit of `daemon`. It uses
 /// setpriv(1), which has the same effect as systemd.
 fn build_confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     let mut bounding_set = "-all".to_owned();
@@ -94,7 +95,7 @@ fn build_confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Comma
     Ok(command)
 }
 
-/// Starts a daemon. `daemon` is the sub-command of coreward, and `name` is the base name of the daemon's files.
+/// Starts a daemon. `daemon` is the coreward sub-command, and `name` is the base name of the daemon's files.
 pub(super) fn start_daemon(
     testbed: &Testbed,
     namespace: &NetworkNamespace,

@@ -147,8 +147,8 @@ pub(super) fn write_rack_controller_file(testbed: &Testbed, options: &FleetOptio
     )
 }
 
-/// Returns the line in agents' files that lists the load balancers whose packets the servers decapsulate, or an empty
-/// text if packets are not encapsulated.
+/// Returns a line for agents' files that lists the load balancers whose packets servers decapsulate. It is empty if
+/// packets are not encapsulated.
 fn decapsulation_config_line(testbed: &Testbed, options: &FleetOptions) -> String {
     if !options.forwarding.encapsulates() {
         return String::new();
@@ -188,7 +188,7 @@ pub fn certificate_directory(testbed: &Testbed) -> PathBuf {
     testbed.directory().join("certs")
 }
 
-/// Returns the directory that contains a daemon's certificate and private key.
+/// Returns the directory of a daemon's certificate and private key.
 pub fn credential_directory(testbed: &Testbed, role: FleetRole, name: &str) -> PathBuf {
     certificate_directory(testbed).join(format!("{role}-{name}"))
 }

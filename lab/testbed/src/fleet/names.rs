@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use crate::addresses::{AddressFamily, CONTROLLER_ADDRESS, rack_controller_address};
 
 pub const CONTROLLER_PORT: u16 = 7400;
-/// Port of the first controller's HTTP API, which only its own host can reach. Other controllers use the following
+/// Port of the first controller's HTTP API, which only its own host can reach. The other controllers use consecutive
 /// ports.
 const FIRST_API_PORT: u16 = 7401;
 
@@ -35,7 +35,7 @@ pub fn controller_api_address(number: u16) -> String {
     format!("127.0.0.1:{}", FIRST_API_PORT + number - 1)
 }
 
-/// Returns the name of controller `number`. The first controller is `controller`, and the names of others include their
+/// Returns the name of controller `number`. The first is named `controller`, and the names of others include their
 /// number.
 pub fn controller_name(number: u16) -> String {
     if number == 1 { FIRST_CONTROLLER_NAME.to_owned() } else { format!("{FIRST_CONTROLLER_NAME}{number}") }

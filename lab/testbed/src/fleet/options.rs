@@ -14,17 +14,17 @@ use crate::preload::PreloadedFaults;
 pub struct FleetOptions {
     /// Name of the load-balancing policy that all services use.
     pub policy_name: String,
-    /// Mode of connection consistency of every service.
+    /// Connection consistency mode of every service.
     pub consistency: ConsistencyMode,
     /// Component that writes cookies into the TCP timestamps of every service's packets.
     pub timestamps: TimestampOrigin,
-    /// Method by which load balancers forward packets of every service to the servers.
+    /// Method by which load balancers forward packets to the servers, for every service.
     pub forwarding: ForwardingMode,
     /// Address family of the servers in the fleet's file. IPv6 needs an IPv6 testbed or routed servers.
     pub servers_family: AddressFamily,
     /// Interval between the reports of agents (ms).
     pub report_interval_ms: u32,
-    /// Whether the controller makes tables once per report interval, as in the simulator, instead of at each report.
+    /// Whether the controller makes tables once per report interval, as in the simulator, instead of after each report.
     pub makes_tables_by_interval: bool,
     /// Source from which agents read the load of their server's cores.
     pub load_source: CoreLoadSource,
@@ -32,18 +32,18 @@ pub struct FleetOptions {
     pub steers_connections: bool,
     /// Whether servers run agents. Without agents, only load balancers can write cookies into packets.
     pub runs_agents: bool,
-    /// Additional text at the end of the fleet's file, such as further services.
+    /// Additional text at the end of the fleet document, such as further services.
     pub extra_fleet_text: String,
-    /// Additional text in every load balancer's file.
+    /// Additional text in the configuration file of every load balancer.
     pub extra_load_balancer_text: String,
-    /// Additional text in every agent's file.
+    /// Additional text in the configuration file of every agent.
     pub extra_agent_text: String,
     pub uses_json_logs: bool,
-    /// Whether daemons run only with the capabilities of their systemd units.
+    /// Whether daemons have only the capabilities of their systemd units.
     pub has_unit_capabilities: bool,
-    /// Text that replaces the lines for the store and the fleet document in the controller's file.
+    /// Text in the controller's file that replaces the lines for the store and the fleet document.
     pub shared_store_config: Option<String>,
-    /// Addresses of controllers outside the testbed, which the files of agents and load balancers list.
+    /// Addresses of controllers outside the testbed, to be listed in the files of agents and load balancers.
     pub external_controller_addresses: Vec<String>,
     /// Fleet document that `coreward apply` applies. If `None`, the controller reads the fleet document from a file,
     /// which [`Fleet::set_server_pool`](super::Fleet::set_server_pool) writes.
@@ -54,17 +54,17 @@ pub struct FleetOptions {
     pub control_family: AddressFamily,
     /// Number of controllers. Several controllers store their records in etcd and need `applied_document`.
     pub controller_count: u16,
-    /// Addresses of etcd's members, or an empty list with one controller.
+    /// Addresses of the etcd cluster's members, or an empty list with one controller.
     pub etcd_endpoints: Vec<String>,
     /// Duration of the leading controller's lease in etcd (s). If the machine stalls for this time, the leader loses
     /// its lease.
     pub leader_lease_s: u32,
-    /// Faults of each daemon's wall clock and disk, or `None` if daemons use the machine's clock and disks.
+    /// Faults of each daemon's wall clock and disk, or `None` if daemons use the machine's own clock and disks.
     pub preloaded_faults: Option<PreloadedFaults>,
-    /// Numbers of the rack controllers that each server's agent tries before the controllers, in this order, by server
-    /// number. Every rack controller in the testbed has a daemon.
+    /// Numbers of the rack controllers that each server's agent tries before the controllers, in this order. The key is
+    /// the server's number. Every rack controller in the testbed has a daemon.
     pub server_racks: BTreeMap<u16, Vec<u16>>,
-    /// Additional lines in the fleet's file for each server, by server number.
+    /// Additional lines for each server in the fleet document, by server number.
     pub extra_server_lines: BTreeMap<u16, String>,
     /// Whether all daemons use TLS, with certificates from the testbed's authority.
     pub uses_tls: bool,
@@ -105,7 +105,7 @@ impl Default for FleetOptions {
 }
 
 impl FleetOptions {
-    /// Returns the list of the controllers' addresses, in the format of load balancers' and rack controllers' files.
+    /// Returns the list of the controllers' addresses, formatted for the files of load balancers and rack controllers.
     pub(super) fn format_controller_list(&self) -> String {
         format!("{:?}", self.controller_addresses())
     }
@@ -133,7 +133,7 @@ pub enum CoreLoadSource {
     PacedServer,
 }
 
-/// Administrative state of a server in the controller's file.
+/// Administrative state of a server in the controller's configuration file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerAdminState {
     /// State of a server that accepts new connections.

@@ -14,7 +14,7 @@ use crate::fleet;
 use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
-/// Running key-value server, which is killed when dropped.
+/// Running key-value server. Dropping this value kills the server.
 #[derive(Debug)]
 pub struct KeyValueServer {
     master_process: TestbedProcess,
@@ -22,7 +22,7 @@ pub struct KeyValueServer {
 }
 
 impl KeyValueServer {
-    /// Returns the process id of the master, which with `--threads` is the only process.
+    /// Returns the process id of the master, which is the server's only process with `--threads`.
     pub fn pid(&self) -> u32 {
         self.master_process.pid()
     }
@@ -35,7 +35,7 @@ impl KeyValueServer {
         children_pids.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Returns the process id of a worker, by its number. Fails when the worker does not run.
+    /// Returns the process id of the worker with this number. Fails when the worker is not running.
     pub fn worker_pid(&self, worker_number: u8) -> anyhow::Result<u32> {
         let process_name = format!("core{worker_number}");
         let has_name = |pid: &u32| {

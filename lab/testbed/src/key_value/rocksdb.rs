@@ -17,7 +17,7 @@ const ROCKSDB_PACKAGE_NAME: &str = "librocksdb7.8";
 type RocksDbHandle = *mut c_void;
 type ErrorTextPointer = *mut *mut c_char;
 
-/// Declares a struct of pointers to the listed functions of rocksdb/c.h, which it loads from the shared library.
+/// Declares a struct of pointers to the listed functions of rocksdb/c.h, and loads them from the shared library.
 macro_rules! functions {
     ($(fn $name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
         struct Functions {
@@ -74,7 +74,7 @@ functions! {
     fn free(RocksDbHandle);
 }
 
-/// Open RocksDB database, which is closed when dropped.
+/// Open RocksDB database. Dropping this value closes the database.
 pub(crate) struct RocksDb {
     functions: Functions,
     database: RocksDbHandle,
@@ -110,7 +110,7 @@ impl RocksDb {
         Ok(rocksdb)
     }
 
-    /// Returns RocksDB's error text, if any, as an error, and frees it.
+    /// Converts RocksDB's error text, if any, to an error and frees the text.
     fn check_error(&self, error: *mut c_char) -> anyhow::Result<()> {
         if error.is_null() {
             return Ok(());
@@ -143,7 +143,7 @@ impl RocksDb {
         self.check_error(error)
     }
 
-    /// Calls `use_value` with the value of a key. Returns whether the key exists.
+    /// Calls `use_value` with the value of `key`, if the key exists. Returns whether it exists.
     fn get(&self, key: &[u8], use_value: impl FnOnce(&[u8])) -> anyhow::Result<bool> {
         let (mut length, mut error) = (0, null_mut());
         // SAFETY: the database is open; pointer and length are those of a slice.
@@ -163,7 +163,8 @@ impl RocksDb {
         Ok(true)
     }
 
-    /// Calls `use_pair` with up to `pair_count` pairs in the order of the keys, from `key` on.
+    /// Calls `use_pair` with up to `pair_count` pairs of key and value. They begin at `key` and are in the order of
+    /// their keys.
     fn scan(&self, key: &[u8], pair_count: usize, mut use_pair: impl FnMut(&[u8], &[u8])) {
         let Functions { create_iterator, iter_seek, iter_valid, iter_next, iter_key, iter_value, iter_destroy, .. } =
             self.functions;

@@ -21,7 +21,7 @@ use crate::core_load_file::SharedCounterFile;
 use crate::emulated_server::fork_worker;
 use crate::interrupt;
 
-/// Interval at which the master process checks for ended workers and for signals.
+/// Interval between the master process's checks for ended workers and for signals.
 const WORKER_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Options of `coreward-lab testbed key-value-server`.
@@ -88,8 +88,8 @@ impl From<&[u64; SharedWorkerCounters::COUNTERS_PER_WORKER]> for KeyValueWorkerC
     }
 }
 
-/// Serves requests until SIGINT or SIGTERM, then prints the counters of each worker as one line of JSON. Fails when it
-/// cannot listen, when an option is invalid, or when all workers have ended.
+/// Serves requests until SIGINT or SIGTERM, and then prints the counters of each worker as one line of JSON. Fails when
+/// it cannot listen, when an option is invalid, or when all workers have ended.
 pub fn run_key_value_server(args: &KeyValueServerArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let mut server = KeyValueMaster::new(args)?;
@@ -103,7 +103,7 @@ struct KeyValueMaster<'a> {
     store: Arc<InMemoryStore>,
     service_time: ServiceTimeSource,
     counter_file: SharedCounterFile,
-    /// Core load file with the workers' busy times, which an agent reads.
+    /// Core load file with the workers' busy times, to be read by an agent.
     core_load_file: Option<SharedCounterFile>,
     /// Master's copy of each worker's socket, or `None` if only the worker process has the socket.
     worker_sockets: Vec<Option<UdpSocket>>,
@@ -244,7 +244,7 @@ impl<'a> KeyValueMaster<'a> {
         Ok(())
     }
 
-    /// Forks a worker, with the master's copy of its socket or with a new socket.
+    /// Forks a worker process with the master's copy of the worker's socket, or with a new socket if there is no copy.
     fn fork_worker_process(&mut self, number: u8) -> anyhow::Result<Option<Pid>> {
         let worker_index = usize::from(number);
         let socket = self.worker_sockets[worker_index].take().map_or_else(|| self.open_socket(), Ok)?;

@@ -7,14 +7,14 @@ use coreward_load::key_value::{self, KeyValueRequest, KeyValueResponseStatus, Ke
 use coreward_load::request_type::RequestType;
 use parking_lot::RwLock;
 
-/// Maximum number of keys that clients may add to the initial ones.
+/// Maximum number of keys that clients may add to the store's initial keys.
 pub(crate) const MAX_ADDED_PAIR_COUNT: usize = 1_000_000;
 
 type KeyValuePairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 
 /// Key-value database of a server.
 pub(crate) trait KeyValueDatabase: Send + Sync {
-    /// Executes the request and writes the response.
+    /// Executes a request and writes its response.
     fn answer_request(&self, request: &KeyValueRequest<'_>, worker: u16, response: &mut KeyValueResponseWriter);
 }
 
@@ -23,12 +23,11 @@ pub(crate) fn initial_value_bytes(number: u32, length: usize) -> Vec<u8> {
     (0..length).map(|index| (number as usize + index) as u8).collect()
 }
 
-/// Key-value store in memory, which one worker owns or all workers share.
+/// Key-value store in memory, which belongs to one worker or is shared by all workers.
 #[derive(Debug)]
 pub(crate) struct InMemoryStore {
     pairs: RwLock<KeyValuePairs>,
-    /// Maximum number of keys. Once it is reached, a PUT of another key is rejected, so that clients cannot fill the
-    /// memory.
+    /// Maximum number of keys. Once it is reached, a PUT of a new key is rejected, so clients cannot fill the memory.
     max_pair_count: usize,
 }
 

@@ -21,8 +21,8 @@ use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
 use super::store::{InMemoryStore, KeyValueDatabase as _};
 use crate::core_load_file::VirtualCore;
 
-/// Maximum delay of a worker that an emulated core makes up for (ns). Late wake-ups (microseconds to milliseconds) thus
-/// do not reduce the core's capacity. A worker that was stopped for longer has lost that time.
+/// Maximum delay of a worker for which an emulated core compensates (ns). Late wake-ups (microseconds to milliseconds)
+/// thus do not reduce the core's capacity. A worker that was stopped for longer has lost that time.
 pub(crate) const MAX_CATCH_UP_NS: u64 = 20_000_000;
 
 /// Counters of a worker, in memory that the master and the readers of the counter file share.
@@ -36,28 +36,29 @@ impl SharedWorkerCounters {
     const REJECTED_COUNTER_INDEX: usize = 2;
     const BUSY_NS_INDEX: usize = 3;
 
-    /// Adds `increment` to a counter. Each counter has one writer, and readers need no ordering with other memory.
+    /// Adds `increment` to a worker's counter. Each counter has one writer, and readers need no ordering with other
+    /// memory.
     fn add_to_counter(&self, counter_index: usize, increment: u64) {
         let sum = u64::from_le(self.0[counter_index].load(Ordering::Relaxed)) + increment;
         self.0[counter_index].store(sum.to_le(), Ordering::Relaxed);
     }
 
-    /// Returns the current values of all counters.
+    /// Returns the present values of the worker's counters.
     pub(crate) fn read_counters(&self) -> [u64; Self::COUNTERS_PER_WORKER] {
         self.0.each_ref().map(|number| u64::from_le(number.load(Ordering::Relaxed)))
     }
 }
 
-/// Source of the time that a worker takes to serve a request.
+/// Source of the service time of each request.
 #[derive(Debug, Clone)]
 pub(crate) enum ServiceTimeSource {
     /// Time that the execution of the request really takes.
     RealWork,
-    /// Emulated time that a request contains, or if it contains none, the time of its type in this table.
+    /// Emulated time that the request contains. If it contains none, the time of its type in this table applies.
     EmulatedTime(ServiceTimesByType),
 }
 
-/// Reason for which a datagram is not answered.
+/// Reason why a datagram is not answered.
 #[derive(Debug, thiserror::Error)]
 enum DatagramRejection {
     #[error(transparent)]
@@ -74,12 +75,12 @@ pub(crate) struct KeyValueWorker<'a> {
     pub store: &'a InMemoryStore,
     pub service_time: &'a ServiceTimeSource,
     pub counters: SharedWorkerCounters,
-    /// Busy time of the worker (ns), which is published for an agent.
+    /// Busy time of the worker (ns), in the file that an agent reads, or `None` without such a file.
     pub published_busy_ns: Option<&'a AtomicU64>,
 }
 
 impl KeyValueWorker<'_> {
-    /// Serves requests and returns only after an error.
+    /// Serves requests indefinitely, and returns only after an error.
     pub(crate) fn run(self) -> anyhow::Result<std::convert::Infallible> {
         // The default timer slack of 50 us is as long as a paced request (prctl(2), PR_SET_TIMERSLACK).
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;

@@ -13,7 +13,7 @@ use crate::addresses::FIRST_IPV4_VIP;
 use crate::topology::Testbed;
 use crate::{DEFAULT_TIMEOUT, TestbedProcess};
 
-/// Address and port of the DNS service, on every server.
+/// Address and port of the DNS service. Every server has it.
 pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_IPV4_VIP, 53);
 /// DNS query that knotd answers from memory.
 pub const PLAIN_DNS_QUERY: &str = "www.plain.test/A";
@@ -37,8 +37,8 @@ pub struct KnotServer {
 
 impl Testbed {
     /// Starts knotd on server `number` with `worker_count` UDP workers, and waits until it answers [`PLAIN_DNS_QUERY`]
-    /// and [`SIGNED_DNS_QUERY`]. Fails when the server or knotd does not exist. Fails with knotd's output when knotd
-    /// does not answer in time.
+    /// and [`SIGNED_DNS_QUERY`]. Fails when the server or knotd does not exist. Fails with knotd's output if knotd does
+    /// not answer in time.
     pub fn start_knot(&self, number: u16, worker_count: u16) -> anyhow::Result<KnotServer> {
         let directory = self.directory().join(format!("knot-s{number}"));
         fs::create_dir_all(&directory)?;
@@ -68,7 +68,8 @@ impl Testbed {
     }
 }
 
-/// Sends a DNS query to the server in this namespace. Returns whether the server answers without an error code.
+/// Sends a DNS query to the server in the calling thread's namespace. Returns whether the server answers without an
+/// error code.
 fn query_succeeds(query: &str) -> anyhow::Result<bool> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     socket.connect(DNS_SERVICE_ADDRESS)?;

@@ -15,7 +15,8 @@ use crate::topology::{Testbed, find_missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS_SERVICE_ADDRESS, PLAIN_DNS_QUERY, SIGNED_DNS_QUERY};
 
-/// Name in [`KnotBenchmarkArgs::policies`] with which the kernel selects the worker, without `coreward dispatch`.
+/// Value in [`KnotBenchmarkArgs::policies`] for runs without `coreward dispatch`, in which the kernel selects the
+/// worker.
 const KERNEL_POLICY_NAME: &str = "kernel";
 
 /// Options of `coreward-lab testbed knot-benchmark`.
@@ -62,7 +63,7 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
     parse_number_between(text, 0.1, 600.0)
 }
 
-/// Results of one policy, with median and range over the runs.
+/// Results of one policy, each with median and range over the runs.
 #[derive(Debug, Clone, Serialize)]
 pub struct KnotPolicyMeasurement {
     /// Name of the dispatch policy, or `kernel` without `coreward dispatch`.
@@ -74,7 +75,7 @@ pub struct KnotPolicyMeasurement {
     pub plain_p99_us: SeedSummary,
     /// 99th percentile of the latency of signed queries (us).
     pub signed_p99_us: SeedSummary,
-    /// Number of queries without an answer, summed over all runs.
+    /// Number of unanswered queries in all runs.
     pub lost: u64,
 }
 
@@ -97,8 +98,8 @@ pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs knotd on a server of a new testbed, and measures one policy after the other. Fails without root or knotd, when
-/// a process does not start, when an answer has an error, or when the machine is too busy.
+/// Runs knotd on a server of a new testbed, and measures all policies in turn. Fails without root or knotd, when a
+/// process does not start, when an answer has an error, or when the machine is too busy.
 pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<KnotPolicyComparison> {
     if let Some(privilege_error) = find_missing_privilege() {
         anyhow::bail!(privilege_error);
@@ -126,8 +127,8 @@ pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<KnotPolicyCo
     })
 }
 
-/// Returns the dispatch configuration of the DNS service. Its request id is the DNS message id, which matches an answer
-/// with its query.
+/// Returns the `coreward dispatch` configuration of the DNS service. The DNS message id is the request id, which
+/// matches an answer with its query.
 fn build_dns_service_config(policy: &str) -> String {
     format!("listen = \"{DNS_SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }

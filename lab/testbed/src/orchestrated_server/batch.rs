@@ -12,13 +12,13 @@ use coreward_runtime::worker::OrchestratorConnection;
 
 use super::POLL_OR_RECONNECT_INTERVAL;
 
-/// Number of the service that gets the batch's requests.
+/// Number of the service to which the batch's requests are sent.
 const BATCH_SERVICE_NUMBER: u8 = 1;
-/// Time without a response after which all outstanding requests count as lost.
+/// Time without any response after which all outstanding requests of the batch count as lost.
 const BATCH_RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Keeps `window` requests with a service time of `service_us` (us) outstanding until `stop_flag` is set. Restarts
-/// after an error, such as the end of the orchestrator.
+/// Keeps `window` requests outstanding, each with a service time of `service_us` (us), until `stop_flag` is set.
+/// Restarts after an error, such as the end of the orchestrator.
 pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop_flag: &AtomicBool) {
     while !stop_flag.load(Relaxed) {
         if let Err(error) = send_batch_requests(memory, window, service_us, stop_flag) {

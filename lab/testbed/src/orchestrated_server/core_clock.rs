@@ -13,13 +13,13 @@ use crate::key_value::worker::{MAX_CATCH_UP_NS, sleep_until};
 /// end of the previous one and not at the wake-up.
 #[derive(Debug)]
 pub struct CoreClock {
-    /// Maximum service time between two yield points (ns).
+    /// Maximum duration of a slice, which is the service time between two yield points (ns).
     max_slice_ns: u64,
     /// Minimum time for which an idle worker sleeps (ns).
     idle_sleep_ns: u64,
-    /// Time that the core needs to switch to another service (ns).
+    /// Time that the core needs to switch to a different service (ns).
     switch_ns: u64,
-    /// Number of the service that ran in the last slice.
+    /// Number of the service to which the last slice belonged.
     last_service_number: Cell<u8>,
     /// Computed end of the last slice (ns), which precedes the actual wake-up.
     computed_end_ns: Cell<u64>,
@@ -36,7 +36,7 @@ impl CoreClock {
         Self { max_slice_ns, idle_sleep_ns, switch_ns, last_service_number: Cell::new(0), computed_end_ns, wake_up_ns }
     }
 
-    /// Sleeps for the service time of a request. Meanwhile, `yield_point` may serve other requests.
+    /// Sleeps for the service time of a request. At each call of `yield_point`, other requests may be served.
     pub fn serve_request(&self, service: u8, service_time: Duration, mut yield_point: impl FnMut()) {
         self.begin_request(now_ns());
         let mut remaining_ns = service_time.as_nanos() as u64;
@@ -53,7 +53,7 @@ impl CoreClock {
         }
     }
 
-    /// Starts a request now if the worker was idle since the last request, or else at the computed end of the last
+    /// Starts a request. Its start is now if the worker has been idle, or else the computed end of the previous
     /// request.
     fn begin_request(&self, now_ns: u64) {
         let has_slept = now_ns - self.wake_up_ns.get() >= self.idle_sleep_ns;
@@ -61,7 +61,7 @@ impl CoreClock {
         self.computed_end_ns.set(self.computed_end_ns.get().max(earliest_start_ns));
     }
 
-    /// Starts a slice of a service, and returns the time when the slice begins on the emulated core (ns).
+    /// Starts a slice of a service, and returns the slice's start on the emulated core (ns).
     fn begin_slice(&self, service: u8) -> u64 {
         let switch_ns = if self.last_service_number.replace(service) == service { 0 } else { self.switch_ns };
         self.computed_end_ns.get() + switch_ns

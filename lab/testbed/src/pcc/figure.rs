@@ -11,7 +11,7 @@ use super::timeline;
 use crate::interrupt;
 use crate::stream::client::StreamWorkload;
 
-/// Interrupts the measurement that is running.
+/// Interrupts the measurement that is running at present.
 pub fn interrupt_measurement() {
     interrupt::request_interruption();
 }
@@ -65,7 +65,7 @@ fn build_sample(panel: &FigurePanel, run: &PccRun, x: f64, y: f64) -> LiveFigure
     }
 }
 
-/// Returns the points (x, y) of a run that a panel shows. The x value of a second is the end of that second.
+/// Returns the points (x, y) that a panel shows for a run. A point for one second of the run has the second's end as x.
 fn compute_panel_points(panel: &FigurePanel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends_of_seconds = (1..).map(f64::from);
     let seconds = run.seconds.iter();

@@ -2,7 +2,7 @@
 
 use coreward_model::consistency::ConsistencyMode;
 
-/// Method that assigns packets to servers. It combines a mode of connection consistency with a load-balancing policy.
+/// Method that assigns packets to servers. It combines a connection consistency mode with a load-balancing policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PccMethod {
     /// Name of the method on the command line, and label of its series in the figure.
@@ -13,8 +13,8 @@ pub struct PccMethod {
     pub policy: &'static str,
 }
 
-/// Methods to compare. The Cheetah paper (NSDI'20) uses AWRR with Cheetah. A connection table is only as good as its
-/// fallback, and the best fallback in other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
+/// Methods to compare. The Cheetah paper (NSDI'20) combines Cheetah with the policy AWRR. A connection table is only as
+/// good as its fallback, and the best fallback in other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
 pub const COMPARED_METHODS: [PccMethod; 6] = [
     PccMethod { name: "stateless", consistency: ConsistencyMode::Stateless, policy: "awrr" },
     PccMethod { name: "stateful", consistency: ConsistencyMode::Stateful, policy: "awrr" },

@@ -30,7 +30,7 @@ pub struct PccArgs {
 }
 
 /// Measures one method and prints the results of each second as JSON. Fails without root, when a process does not
-/// start, or when interrupted. Removes the testbed in any case.
+/// start, or when interrupted. Also removes the testbed if it fails.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let pcc_run = PccRun::measure_run(args.method, &args.streams, &|| ())?;

@@ -19,17 +19,18 @@ use crate::topology::{Testbed, TestbedOptions, find_missing_privilege};
 use crate::{instance, interrupt};
 use coreward_load::event_loop::now_ns;
 
-/// Interval between the reports of an agent (ms). The servers in the Cheetah paper (NSDI'20) report at least ten times
-/// a second, but here changes occur only once a second.
+/// Interval between the reports of an agent (ms). Servers in the Cheetah paper (NSDI'20) report at least ten times a
+/// second, but this test changes the fleet at most once a second.
 const REPORT_INTERVAL_MS: u32 = 200;
-/// Number of client addresses. Each has ports for 50,000 connections, which are not reused.
+/// Number of the client's IP addresses. Each has ports for 50,000 connections, which are not reused.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
 /// Time until routers detect the failure of a load balancer, after three missed BFD packets at intervals of 50 ms
 /// (RFC 5880).
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 /// Time from the start of the client to the start of its warm-up.
 const CLIENT_START_DELAY: Duration = Duration::from_millis(500);
-/// Maximum lateness of connections (us), above which the machine is too busy for a measurement.
+/// Maximum lateness at which the client may open connections (us). Beyond it, the machine is too busy for a
+/// measurement.
 const MAX_LATENESS_US: u64 = 100_000;
 
 #[derive(Debug, Clone, Serialize)]
@@ -44,7 +45,7 @@ pub struct PccRun {
     pub open_at_end: u64,
     /// Lateness of the client, from the due time of a connection to its opening.
     pub lateness_us: DelayStatisticsUs,
-    /// Share of CPU time in which the machine was busy during the run (%).
+    /// Busy share of the machine's CPU time during the run (%).
     pub machine_busy_pct: f64,
     /// Counters above 0 of the load balancers that existed at the end, summed by name.
     pub lb_counters: BTreeMap<String, u64>,
@@ -102,7 +103,7 @@ impl PccRun {
         StreamSecondCounts::sum_seconds(&self.seconds)
     }
 
-    /// Returns the highest percentage of connections that broke in one second.
+    /// Returns the highest percentage of broken connections in any second.
     pub fn highest_broken_pct(&self) -> f64 {
         self.seconds.iter().map(StreamSecondCounts::broken_pct).fold(0.0, f64::max)
     }
@@ -127,8 +128,8 @@ impl PccRun {
     }
 }
 
-/// Testbed with all processes of a run. The fields are dropped in this order, so that processes end before the testbed
-/// is removed.
+/// Testbed with all processes of a run. Fields are dropped in the order of their declaration, so processes end before
+/// the testbed is removed.
 struct PccTestEnv {
     fleet: Fleet,
     _stream_servers: StreamServerProcess,
@@ -170,7 +171,7 @@ impl PccTestEnv {
         Ok(Self { fleet, _stream_servers: stream_servers, seed, next_server_number, departed_server_count: 0, testbed })
     }
 
-    /// Applies all changes of the timeline when they are due, and calls `tick` once a second until the end of the run.
+    /// Applies each change of the timeline when it is due, and calls `tick` once a second until the end of the run.
     fn apply_timeline(&mut self, streams: &StreamWorkload, start_ns: u64, tick: &dyn Fn()) -> anyhow::Result<()> {
         let warm_up_seconds = u64::from(streams.warm_up_seconds);
         let mut pending_changes = timeline::CHANGES_BY_HALF_SECOND.iter().peekable();
@@ -188,7 +189,7 @@ impl PccTestEnv {
         Ok(())
     }
 
-    /// Applies `changes`, which are due at the same time, with a single new version of the controller's file.
+    /// Applies `changes`, which are due at the same time, by writing the controller's file once.
     fn apply_fleet_changes(&mut self, changes: &[FleetChange]) -> anyhow::Result<()> {
         let mut pool = self.fleet.server_pool().clone();
         for change in changes {
@@ -220,7 +221,7 @@ impl PccTestEnv {
     }
 }
 
-/// Returns the sums of the counters by name, without those that are 0.
+/// Returns the sum of each counter over all objects, by name, without sums that are 0.
 fn sum_counters<'a>(counter_objects: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
     let mut sums_by_name = BTreeMap::new();
     for (name, count) in counter_objects.filter_map(serde_json::Value::as_object).flatten() {

@@ -9,14 +9,14 @@ const RNG_STREAM_LEAVING_SERVERS: u64 = 6;
 pub const INITIAL_SERVER_COUNT: u16 = 24;
 pub const INITIAL_LOAD_BALANCER_COUNT: u16 = 2;
 
-/// Change of the server pool or of the load balancers.
+/// Change of the server pool or of the set of load balancers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetChange {
-    /// New server joins the pool.
+    /// A new server joins the pool.
     AddServer,
-    /// Server in the pool is drained, so that it gets no new connections.
+    /// A server in the pool is drained and thus gets no new connections.
     DrainServer,
-    /// Server is removed from the controller's file without a drain.
+    /// A server is removed from the controller's file without a drain.
     RemoveServer,
     AddLoadBalancer,
     KillLoadBalancer,
@@ -60,7 +60,8 @@ pub fn server_count_after(second: u64) -> u16 {
     })
 }
 
-/// Returns the server in `pool` that leaves as the `leave_number`-th one, which is the same under every method.
+/// Returns the server in `pool` that is the `leave_number`-th to leave. For a given seed, it is the same under every
+/// method.
 pub fn choose_leaving_server(pool: &[u16], seed: u64, leave_number: u64) -> u16 {
     let mut rng = seeded_rng(seed << 8 | leave_number, RNG_STREAM_LEAVING_SERVERS);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]

@@ -21,7 +21,7 @@ pub const STREAM_PACKET_BYTES: usize = 125;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct StreamRequest {
-    /// Seed of the response's bytes.
+    /// Seed from which the response's bytes are generated.
     pub content_seed: U32,
     /// Number of packets in the response, at least 1.
     pub packet_count: U32,

@@ -18,7 +18,7 @@ use crate::namespace::NetworkNamespace;
 use crate::process::TestbedProcess;
 use crate::topology::Testbed;
 
-/// Service time of the emulated core for each packet and each accepted connection (ns).
+/// Core time for each packet sent and each connection accepted, on an emulated core (ns).
 const WORK_PER_PACKET_NS: u64 = 1_000_000;
 
 /// Options of `coreward-lab testbed stream-server`.
@@ -58,7 +58,7 @@ pub fn run_stream_server(args: &StreamServerArgs) -> anyhow::Result<()> {
     match ServerEventLoop::new(StreamServerProtocol, emulated_cores)?.run()? {}
 }
 
-/// State of a connection, with its request, or the part of the request that was received so far.
+/// State of a connection: its request, or the part of the request that has been received so far.
 #[derive(Default)]
 struct StreamConnectionState {
     request_buffer: ([u8; STREAM_REQUEST_BYTES], usize),
@@ -107,7 +107,7 @@ impl EmulatedServerProtocol for StreamServerProtocol {
     }
 }
 
-/// Running process of all stream servers in a testbed, which is killed when dropped.
+/// Running process of all stream servers in a testbed. Dropping this value kills the process.
 #[derive(Debug)]
 pub struct StreamServerProcess {
     process: TestbedProcess,

@@ -13,36 +13,37 @@ const MAX_CORE_COUNT: u16 = 64;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedOptions {
     /// Name of this testbed, which is unique on the machine. It has 1 to 40 lower-case letters and digits, including
-    /// the prefix in the environment's `COREWARD_TESTBED_PREFIX`.
+    /// the prefix in the environment variable `COREWARD_TESTBED_PREFIX`.
     pub instance_name: String,
-    /// Number of servers at the start (0 to 250). More servers can be added later.
+    /// Number of servers at the start (0 to 250). Servers can also be added later.
     pub server_count: u16,
-    /// Number of each server's cores, which is also the number of its receive queues (1 to 64).
+    /// Number of cores of each server, which is also its number of receive queues (1 to 64).
     pub core_count: u16,
-    /// Whether each server has a ring of 256 packets per receive queue, like a NIC. Otherwise all hosts share one
+    /// Whether each server has a ring of 256 packets per receive queue, like a NIC. Without rings, all hosts share one
     /// backlog per CPU, which is too small for packets to many servers. With rings, agents see one more receive queue
     /// than there are cores.
     pub has_receive_rings: bool,
-    /// Number of load balancers at the start (1 to 32), each of which is a next hop for the VIPs. More can be added
-    /// later.
+    /// Number of load balancers at the start (1 to 32), each of which is a next hop for the VIPs. Load balancers can
+    /// also be added later.
     pub load_balancer_count: u16,
     /// Number of hosts for rack controllers (0 to 32).
     pub rack_controller_count: u16,
-    /// Number of client addresses (1 to 200). They count up from 10.1.0.7, or from 10.2.0.7 if the client is behind a
-    /// router.
+    /// Number of the client's addresses (1 to 200). They count up from 10.1.0.7, or from 10.2.0.7 if the client is
+    /// behind a router.
     pub client_address_count: u16,
-    /// MTU of the link from the router to the client behind it (68 to 1500), or `None` if the client is on the servers'
-    /// segment.
+    /// MTU of the link from the router to the client behind it (68 to 1500). `None` if there is no router and the
+    /// client is on the servers' segment.
     pub router_mtu: Option<u16>,
-    /// Whether servers reach the client through load balancer 1, whose kernel routes packets. Needs a router.
+    /// Whether servers reach the client through load balancer 1, whose kernel routes the packets. Needs a router.
     pub routes_answers_via_load_balancer: bool,
-    /// Whether the servers are behind a router of their own (see [`crate::server_router`]).
+    /// Whether a separate router is in front of the servers (see [`crate::server_router`]).
     pub has_server_router: bool,
-    /// VLANs of clients and servers, or `None` if all frames are untagged. VLANs exclude routers and racks.
+    /// VLANs of clients and servers, or `None` if all frames are untagged. VLANs cannot be combined with routers or
+    /// racks.
     pub vlans: Option<TestbedVlans>,
     /// Number of VIPs on each server (1 to 250).
     pub vip_count: u8,
-    /// Address family of the VIPs, and of packets between the client and the services.
+    /// Address family of the VIPs, and of the packets between the client and the services.
     pub family: AddressFamily,
     /// Number of entries in each emulated NIC's indirection table (a power of two up to 2048).
     pub indirection_entry_count: usize,
@@ -50,12 +51,12 @@ pub struct TestbedOptions {
     pub rss_key_seed: u64,
 }
 
-/// VLAN ids in a testbed, of which 0 means untagged.
+/// VLAN ids in a testbed. The id 0 means untagged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedVlans {
     /// VLAN id of clients' packets to the VIPs.
     pub vip_vlan: u16,
-    /// VLAN ids of the servers (at least one). Server K has the id at index (K - 1) modulo their number.
+    /// VLAN ids of the servers (at least one). Server K has the id at index (K - 1) modulo the number of ids.
     pub server_vlans: Vec<u16>,
 }
 
@@ -82,7 +83,7 @@ impl Default for TestbedOptions {
 }
 
 impl TestbedOptions {
-    /// Checks the options. Fails when a number is out of range, or when options exclude each other.
+    /// Checks the options. Fails when a number is out of range, or when two options exclude each other.
     pub(super) fn check_options(&self) -> anyhow::Result<()> {
         for (value, min, max, name) in [
             (self.server_count, 0, MAX_SERVER_COUNT, "servers"),

@@ -19,7 +19,7 @@ use fantoccini::{Client, ClientBuilder, Locator};
 use hyper_util::client::legacy::connect::HttpConnector;
 use serde_json::{Value, json};
 
-/// Port of the browser's driver in the controller's namespace.
+/// Port of the program that drives the browser, in the controller's namespace.
 const BROWSER_DRIVER_PORT: u16 = 9515;
 const DASHBOARD_URL: &str = "http://127.0.0.1:7401/";
 const PAGE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -27,10 +27,11 @@ const SERVER_COUNT: u16 = 6;
 const CORE_COUNT: u16 = 4;
 /// Maximum duration of the load generator's traffic (s).
 const MAX_TRAFFIC_SECONDS: u64 = 90;
-/// Delay before the screenshot, so that the lines and the heat map contain data.
+/// Delay before the screenshot, after which the lines and the heat map contain data.
 const SCREENSHOT_DELAY: Duration = Duration::from_secs(45);
 
-/// Starts the browser's driver in its own process namespace. When the driver ends, so do all processes of the browser.
+/// Starts the program that drives the browser, in its own process namespace. When it ends, all processes of the browser
+/// end.
 fn start_browser_driver(testbed: &Testbed) -> anyhow::Result<TestbedProcess> {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "chromedriver"]);
@@ -66,7 +67,7 @@ async fn connect_to_driver() -> anyhow::Result<Client> {
     }
 }
 
-/// Waits until the page's script `script` returns true. `description` describes this condition in errors.
+/// Waits until the JavaScript code `script` returns true in the page. `description` describes this condition in errors.
 async fn wait_until_script_is_true(client: &Client, description: &str, script: &str) -> anyhow::Result<()> {
     let deadline = tokio::time::Instant::now() + PAGE_TIMEOUT;
     loop {
@@ -90,7 +91,7 @@ async fn find_by_id(client: &Client, id: &str) -> anyhow::Result<Element> {
     client.find(Locator::Id(id)).await.with_context(|| format!("no element {id}"))
 }
 
-/// Logs in with a token through the form on the page.
+/// Logs in with a token through the form on the dashboard page.
 async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
     find_by_id(client, "token").await?.send_keys(token).await?;
     client.find(Locator::Css("#login button")).await?.click().await?;
@@ -114,7 +115,7 @@ async fn read_browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
     Ok(log_lines.iter().filter(|line| line["level"] == "SEVERE").map(|line| line["message"].to_string()).collect())
 }
 
-/// Checks that the page shows nothing without a valid token, and logs in.
+/// Checks that the page shows nothing without a valid token, and then logs in.
 async fn check_login(client: &Client, token: &str) -> anyhow::Result<()> {
     wait_until_script_is_true(client, "the form to log in", "!document.getElementById('login').hidden").await?;
     ensure!(!read_page_text(client).await?.contains("web0"), "seen without a token: {}", read_page_text(client).await?);
@@ -153,18 +154,17 @@ async fn check_loads_and_traffic(client: &Client) -> anyhow::Result<()> {
         format!("document.querySelector('#tiles .tile b').textContent === '{SERVER_COUNT} of {SERVER_COUNT}'");
     wait_until_script_is_true(client, "reports of every server", &reporting_script).await?;
     // Loads are drawn if the newest column has a colour per core, and if not all colours are equal.
-    let colours_script = "(() => { const map = document.getElementById('heat'); \
-        const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
-        const seen = new Set(); \
-        for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
-        return seen.size > 3; })()";
+    let colours_script = "(() => { const map = document.getElementById('heat'); const data = \
+        map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; const seen = new Set(); for (let i = \
+        0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); return seen.size > 3; \
+        })()";
     wait_until_script_is_true(client, "colours of different loads", colours_script).await?;
     let traffic_script = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";
     wait_until_script_is_true(client, "new connections", traffic_script).await?;
     Ok(())
 }
 
-/// Checks that the page shows that server 2 drains, and the event of the drain.
+/// Checks that the page shows server 2 as draining, and shows the event of the drain.
 async fn check_draining_server(client: &Client) -> anyhow::Result<()> {
     let draining_script = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
         row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
@@ -185,7 +185,7 @@ async fn check_draining_server(client: &Client) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks that the page loads nothing from other origins, and that no script can read the session's cookie.
+/// Checks that the page loads nothing from other origins, and that scripts cannot read the session's cookie.
 async fn check_page_isolation(client: &Client) -> anyhow::Result<()> {
     // The page must not load any resource from another origin.
     let origins_script = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \

@@ -18,7 +18,7 @@ fn build_demo_command(arguments: &[&str], output_directory: &Path) -> anyhow::Re
     Ok(command)
 }
 
-/// Parses the JSON results that a demo has printed. Fails if the demo has failed.
+/// Parses the JSON results that a demo has printed. Panics if the demo has failed.
 fn parse_results(output: &Output) -> anyhow::Result<serde_json::Value> {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).context("stdout is not one JSON object")

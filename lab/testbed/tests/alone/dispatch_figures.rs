@@ -17,8 +17,8 @@ fn run_figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// Asserts that there are `panel_count` panels, and that each has the curves `expected_labels`, none of whose values is
-/// below `minimum`.
+/// Asserts that the figure has `panel_count` panels, each with the curves `expected_labels`, and that no value is below
+/// `minimum`.
 fn assert_figure_is_complete(result: &FigureResult, panel_count: usize, expected_labels: &[&str], minimum: f64) {
     assert_eq!(result.table.panels.len(), panel_count);
     for panel in &result.table.panels {

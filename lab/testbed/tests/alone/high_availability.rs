@@ -20,13 +20,15 @@ use nix::sys::signal::Signal;
 
 use crate::support::{assert_eventually, assert_streams_unbroken, sleep_ms};
 
-/// Maximum time until another controller becomes the leader, a multiple of the lease's duration for slow machines.
+/// Maximum time until another controller becomes the leader. It is a multiple of the lease's duration, to allow for
+/// slow machines.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// Fleet with three controllers and three etcd members. The fields are dropped in this order, the testbed last.
+/// Fleet with three controllers and three etcd members. Fields are dropped in the order of their declaration, the
+/// testbed last.
 struct HighAvailabilityEnv {
     fleet: Fleet,
-    /// Processes of controllers 2 and 3. The fleet has the process of controller 1.
+    /// Processes of controllers 2 and 3. The process of controller 1 belongs to the fleet.
     other_controller_processes: Vec<Option<TestbedProcess>>,
     etcd_processes: Vec<Option<TestbedProcess>>,
     etcd_members: Vec<LocalEtcdMember>,
@@ -65,7 +67,8 @@ fn start_etcd_member(testbed: &Testbed, members: &[LocalEtcdMember], member_inde
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
-/// Runs `coreward ARGUMENTS` against one controller, with a timeout of 10 s in case the controller is stopped.
+/// Runs `coreward` with these arguments against one controller. The timeout of 10 s applies if the controller is
+/// stopped.
 fn run_at_controller(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
     let command = build_operator_command_for(testbed, [controller], arguments)?;
     let mut command_with_timeout = Command::new("timeout");
@@ -74,7 +77,7 @@ fn run_at_controller(testbed: &Testbed, controller: u16, arguments: &[&str]) -> 
     testbed.run_command(testbed.controller(), command_with_timeout).map(drop)
 }
 
-/// Runs `coreward ARGUMENTS` against the leader of these controllers and returns its output.
+/// Runs `coreward` with these arguments against the leader of these controllers, and returns its output.
 fn run_at_leader(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
@@ -93,7 +96,7 @@ fn fleet_document_text(server_count: u16) -> String {
     document
 }
 
-/// Repeats a query until it returns a value, because at times no controller or no etcd member is the leader.
+/// Repeats a query until it returns a value. It returns none while no controller or no etcd member is the leader.
 fn retry_until_some<T>(description: &str, query: impl Fn() -> Option<T>) -> T {
     let mut query_result = None;
     assert_eventually(TAKEOVER_TIMEOUT, description, || {
@@ -103,7 +106,7 @@ fn retry_until_some<T>(description: &str, query: impl Fn() -> Option<T>) -> T {
     query_result.expect("it is there")
 }
 
-/// Applies the first fleet document with a controller that runs only for this purpose.
+/// Applies the first fleet document with a controller that is started only for this purpose.
 fn apply_first_document(testbed: &Testbed, etcd_members: &[LocalEtcdMember], document: &str) {
     let mut first_controller = start_controller(testbed, etcd_members, 1);
     let document_path = testbed.directory().join("applied.toml");
@@ -152,7 +155,8 @@ impl HighAvailabilityEnv {
         }
     }
 
-    /// Sends a changed fleet document repeatedly until a controller acknowledges it. Returns that controller's number.
+    /// Changes the fleet document, and sends it repeatedly until a controller acknowledges it. Returns that
+    /// controller's number.
     fn apply_changed_document(&mut self) -> u16 {
         self.change_count += 1;
         let changed_weight = format!("weight = {}\nname = \"s1\"", self.change_count);
@@ -226,7 +230,7 @@ impl HighAvailabilityEnv {
         serde_json::from_str(&text).ok()
     }
 
-    /// Returns the names of the servers that were drained by `coreward drain`, according to `coreward status`.
+    /// Returns the names of the servers that `coreward status` shows as drained by `coreward drain`.
     fn query_servers_drained_by_command(&self) -> Vec<String> {
         let status = retry_until_some("a controller leads", || self.query_status());
         let servers = status["servers"].as_array().unwrap().iter();

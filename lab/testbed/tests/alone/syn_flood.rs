@@ -14,7 +14,8 @@ use coreward_testbed::{NetworkNamespace, TestbedOptions, counters, find_missing_
 
 use crate::support::{FleetTestEnv, assert_streams_unbroken, sleep_ms};
 
-/// Prefix of the spoofed source addresses, and its first address as a number. The unused prefix is behind the router.
+/// Prefix of the spoofed source addresses, and the first of these addresses as a number. No host behind the router uses
+/// this prefix.
 const SPOOFED_SOURCE_PREFIX: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
 const SYNS_PER_BURST: u32 = 40;
 const SYN_BURST_INTERVAL: Duration = Duration::from_millis(2);

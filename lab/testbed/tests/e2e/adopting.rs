@@ -23,7 +23,7 @@ struct AdoptionTestEnv {
 }
 
 impl AdoptionTestEnv {
-    /// Starts servers with nginx behind a load balancer other than coreward, without agents.
+    /// Starts servers with nginx behind a load balancer that is not coreward. No agents run.
     fn start_behind_baseline(
         kind: BaselineLbKind,
         instance: &str,
@@ -84,7 +84,7 @@ impl AdoptionTestEnv {
         status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
     }
 
-    /// Returns the value of net.ipv4.tcp_timestamps on every server.
+    /// Returns the values of net.ipv4.tcp_timestamps on all servers.
     fn read_tcp_timestamps_settings(&self) -> Vec<String> {
         let read_setting = |number| {
             let server = self.testbed.server(number).unwrap();
@@ -108,7 +108,7 @@ impl AdoptionTestEnv {
         wait_until_configuration_in_force(fleet, &self.testbed);
     }
 
-    /// Runs `coreward DAEMON --config FILE --detach` on a host.
+    /// Runs `coreward` on a host to detach `daemon`, with the daemon's configuration file and `--detach`.
     fn detach_daemon(&self, host: &coreward_testbed::NetworkNamespace, daemon: &str, config_name: &str) {
         let mut command = Command::new(coreward_testbed::fleet::coreward_binary_path().unwrap());
         command
@@ -137,7 +137,7 @@ fn assert_no_connection_broken<const N: usize>(connections: [&mut OpenHttpConnec
     assert_eq!(connections.map(OpenHttpConnections::count_broken_connections), [0; N], "{moment}");
 }
 
-/// Waits for the end of wrk and asserts that it got responses. Returns the lines of its output that report errors.
+/// Waits for the end of wrk and asserts that it got responses. Returns those lines of its output that report errors.
 fn wait_for_wrk(mut wrk: TestbedProcess) -> Vec<String> {
     use std::io::Read as _;
     assert!(wrk.wait_for_exit(Duration::from_secs(40)).unwrap().success());
@@ -208,7 +208,8 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
     assert_migration_to_new_director(&env, fleet, family, [connections_before_move, coreward_connections]);
 }
 
-/// Asserts that no connection breaks while the service moves back to a new IPVS director without any state.
+/// Asserts that no connection breaks while the service moves back to a new IPVS director, which has no connection
+/// state.
 fn assert_migration_to_new_director(
     env: &AdoptionTestEnv,
     mut fleet: Fleet,

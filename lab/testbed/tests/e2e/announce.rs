@@ -12,8 +12,8 @@ use coreward_testbed::{
 
 use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken, run_command_line};
 
-/// BFD settings for BIRD, with which a neighbour is down after 2 s without a packet. The time is long, because a busy
-/// machine may stop BIRD for more than 500 ms.
+/// BFD settings for BIRD, with which a neighbour counts as down after 2 s without a packet. A busy machine may stop
+/// BIRD for more than 500 ms.
 const BFD_CONFIG: &str =
     "protocol bfd { interface \"*\" { min rx interval 100 ms; min tx interval 100 ms; multiplier 20; }; }\n";
 const BGP_SESSION_CONFIG: &str =
@@ -25,12 +25,11 @@ fn router_bird_config() -> String {
         "router id {ROUTER_IP};\nprotocol device {{ }}\n{BFD_CONFIG}\
          protocol kernel {{ merge paths on; ipv4 {{ import none; export all; }}; }}\n\
          protocol bgp lb {{\n  local {ROUTER_IP} as 65000;\n  neighbor range 10.1.2.0/24 as 65001;\n  dynamic name \
-         \"lb\";\n  \
-         {BGP_SESSION_CONFIG}\n  ipv4 {{ import all; export none; }};\n}}\n"
+         \"lb\";\n  {BGP_SESSION_CONFIG}\n  ipv4 {{ import all; export none; }};\n}}\n"
     )
 }
 
-/// Returns the BIRD configuration that docs/deployment.md gives for a load balancer, but with other intervals.
+/// Returns the BIRD configuration that docs/deployment.md gives for a load balancer, with different intervals.
 fn load_balancer_bird_config(number: u16) -> String {
     let lb_address = load_balancer_address(number);
     format!(
@@ -52,7 +51,7 @@ fn start_bird(env: &FleetTestEnv, namespace: &NetworkNamespace, name: &str, conf
     bird_process.expect("BIRD cannot be started: `scripts/install run` installs it")
 }
 
-/// Returns the numbers of the load balancers that are next hops of the router's route to the VIP.
+/// Returns the numbers of the load balancers that are next hops in the router's route to the VIP.
 fn next_hop_load_balancers(env: &FleetTestEnv) -> Vec<u16> {
     let route_output =
         run_command_line(&env.testbed, env.testbed.ecmp_host(), &format!("ip route show {FIRST_IPV4_VIP}/32"));
@@ -84,7 +83,7 @@ fn start_env() -> FleetTestEnv {
     )
 }
 
-/// Starts BIRD on the router and on both load balancers.
+/// Starts the routing daemon BIRD on the router and on both load balancers.
 fn start_birds(env: &FleetTestEnv) -> Vec<TestbedProcess> {
     let mut bird_processes = vec![start_bird(env, env.testbed.ecmp_host(), "router", &router_bird_config())];
     for number in [1, 2] {

@@ -25,8 +25,8 @@ fn copy_certificates(source_directory: &Path, target_directory: &Path) {
     }
 }
 
-/// Certificates that differ from the agent's valid certificate in role, name or fleet. Each has its role, name and
-/// fleet, and the messages in the logs of the controller and of the agent.
+/// Certificates that differ from the agent's valid certificate in role, name or fleet. Each entry has the certificate's
+/// role, name and fleet, and the messages in the logs of the controller and of the agent.
 const WRONG_CERTIFICATES: [(FleetRole, &str, &str, &str, &str); 5] = [
     (
         FleetRole::Viewer,
@@ -70,7 +70,7 @@ fn build_expired_validity() -> CertificateValidity {
     CertificateValidity { not_before: now - 2 * DAY, not_after: now - DAY }
 }
 
-/// Issues a certificate by the testbed's authority, and returns the directory of its files.
+/// Issues a certificate that is signed by the testbed's authority, and returns the directory of its files.
 fn issue_testbed_certificate(
     testbed: &Testbed,
     role: FleetRole,
@@ -81,7 +81,7 @@ fn issue_testbed_certificate(
     issue_certificate(testbed, role, subject_name, &parse_name(fleet_name), validity).unwrap()
 }
 
-/// Issues a certificate for the agent by another authority, and returns the directory of its files.
+/// Issues a certificate for the agent that is signed by an unknown authority, and returns the directory of its files.
 fn issue_foreign_certificate(testbed: &Testbed) -> PathBuf {
     let foreign_directory = certificate_directory(testbed).join("foreign");
     let foreign_authority = CertificateAuthority::init(&foreign_directory, &parse_name("testbed"), 30 * DAY).unwrap();
@@ -112,8 +112,8 @@ fn assert_only_needed_capabilities(fleet: &mut Fleet) {
     }
 }
 
-/// Restarts the agent with the certificate in `directory`, and waits until the logs of the controller and of the agent
-/// contain the respective message of `messages`.
+/// Restarts the agent with the certificate in `directory`. Waits until the controller's log contains the first of
+/// `messages`, and the agent's log the second.
 fn assert_agent_is_rejected(testbed: &Testbed, fleet: &mut Fleet, directory: &Path, messages: [&str; 2]) {
     fleet.kill_daemon("agent-s1").unwrap();
     let log_lengths = ["controller", "agent-s1"].map(|daemon| read_daemon_log(testbed, daemon, 0).len());
@@ -124,7 +124,7 @@ fn assert_agent_is_rejected(testbed: &Testbed, fleet: &mut Fleet, directory: &Pa
     }
 }
 
-/// Asserts that an agent whose certificate has expired reconnects without a restart when it gets a valid one.
+/// Asserts that an agent with an expired certificate reconnects without a restart when it gets a valid one.
 fn assert_agent_reconnects_with_valid_certificate(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill_daemon("agent-s1").unwrap();
     let agent_log_length = read_daemon_log(testbed, "agent-s1", 0).len();
@@ -143,7 +143,8 @@ fn assert_agent_reconnects_with_valid_certificate(testbed: &Testbed, fleet: &mut
     fleet.wait_until_ready(testbed).unwrap();
 }
 
-/// Asserts that a process with an agent's certificate cannot open a load balancer's stream, which contains all keys.
+/// Asserts that a process with an agent's certificate cannot open a load balancer's stream, which contains all cookie
+/// keys.
 fn assert_agent_certificate_is_rejected_for_lb(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill_daemon("lb1").unwrap();
     let controller_log_length = read_daemon_log(testbed, "controller", 0).len();

@@ -21,7 +21,8 @@ fn dispatch_config(testbed: &Testbed) -> String {
     )
 }
 
-/// Asserts that each daemon has exactly its retained capabilities, and that its systemd unit grants them.
+/// Asserts that each daemon's capabilities are exactly those that it retains by design, and that its systemd unit
+/// grants them.
 fn assert_unit_capabilities(fleet: &mut Fleet) {
     let daemons_and_units = [
         ("controller", "controller", Component::Controller),

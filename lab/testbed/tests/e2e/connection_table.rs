@@ -68,7 +68,7 @@ fn silent_connection_is_kept_and_closed_connections_are_freed() {
     assert_eventually(*DEFAULT_TIMEOUT, "nothing is left", || count_connections(&env) == 0);
 }
 
-/// Address of a client that gets no answers, because no machine has a route to it.
+/// Client address that gets no answers, because no machine has a route to it.
 const UNREACHABLE_CLIENT_ADDRESS: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 9, 9), 0);
 
 /// Sends a SYN to the service, without completing the handshake.

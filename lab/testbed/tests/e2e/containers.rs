@@ -12,8 +12,8 @@ use coreward_testbed::{DEFAULT_TIMEOUT, TestbedOptions, find_missing_testbed_rig
 
 use crate::support::{FleetTestEnv, assert_eventually};
 
-/// Number of connections in a test. With this number, no connection is in a bucket of the third server in only one of
-/// 10^10 runs ((2/3)^60).
+/// Number of connections in a test. With this number, the probability that no connection is in a bucket of the third
+/// server is below 10^-10 ((2/3)^60).
 const CONNECTION_COUNT: usize = 60;
 
 struct ContainerEnv {

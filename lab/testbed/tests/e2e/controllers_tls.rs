@@ -17,15 +17,17 @@ use nix::sys::signal::Signal;
 
 use crate::support::assert_eventually;
 
-/// Maximum time until another controller becomes the leader, a multiple of the lease's duration for slow machines.
+/// Maximum time until another controller becomes the leader. It is a multiple of the lease's duration, to allow for
+/// slow machines.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
-/// Maximum time until a process ends, which may write to etcd first. The time is long, because it only prevents a hang.
+/// Maximum time until a process ends, which may first write to etcd. The time is long, because it only prevents a hang.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const FLEET_DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
                         [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \
                         \"10.1.1.2\"\n";
 
-/// Testbed with etcd and certificates for controllers. The fields are dropped in this order, the testbed last.
+/// Testbed with etcd and certificates for controllers. Fields are dropped in the order of their declaration, the
+/// testbed last.
 struct ControllersTlsEnv {
     _etcd_process: TestbedProcess,
     etcd_member: LocalEtcdMember,
@@ -117,13 +119,13 @@ impl ControllersTlsEnv {
         config_path
     }
 
-    /// Writes the configuration file of a controller that has its own store.
+    /// Writes the configuration file of a single controller, which has its own store.
     fn write_store_config(&self) -> PathBuf {
         let store_path = self.testbed.directory().join("alone.redb");
         self.write_controller_config("alone", 1, &format!("store = {store_path:?}\n"))
     }
 
-    /// Writes the configuration file of one of several controllers, which authenticates to etcd with `own_credentials`.
+    /// Writes the configuration file of one of several controllers. It authenticates to etcd with `own_credentials`.
     fn write_etcd_config(&self, name: &str, number: u16, own_credentials: &CredentialFiles) -> PathBuf {
         let etcd_endpoint = self.etcd_member.secure_endpoint();
         let token_directory = self.testbed.directory();
@@ -150,7 +152,7 @@ impl ControllersTlsEnv {
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
-    /// Runs `coreward doctor`, which must find a fault, and returns its output.
+    /// Runs `coreward doctor`, asserts that it finds a fault, and returns its output.
     fn run_failing_doctor(&self, config_path: &Path) -> String {
         let mut command = Command::new("sh");
         command
@@ -160,7 +162,7 @@ impl ControllersTlsEnv {
         String::from_utf8(self.testbed.run_command(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
-    /// Runs `coreward ARGUMENTS` against these controllers by https, with an operator's certificate.
+    /// Runs `coreward` with these arguments against these controllers by https, with an operator's certificate.
     fn run_as_operator(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
         let api_urls: Vec<String> = controllers.iter().map(|number| controller_api_url(*number)).collect();
         let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = &self.operator_credentials;
@@ -176,7 +178,7 @@ impl ControllersTlsEnv {
         self.run_as_operator(controllers, &["apply", "--yes", document_path.to_str().unwrap()])
     }
 
-    /// Returns the names of the servers that were drained by `coreward drain`, or `None` without a leader.
+    /// Returns the names of the servers that are drained by `coreward drain`, or `None` if no controller is the leader.
     fn query_servers_drained_by_command(&self, controllers: &[u16]) -> Option<Vec<String>> {
         let text = self.run_as_operator(controllers, &["status", "--format", "json"]).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -189,8 +191,8 @@ impl ControllersTlsEnv {
         Some(server_names)
     }
 
-    /// Queries each of these controllers. Returns the leader's number and the rejections of the other controllers, or
-    /// `None` unless there is exactly one leader.
+    /// Queries each of these controllers. Returns the leader's number and the rejections of the other controllers.
+    /// Returns `None` unless there is exactly one leader.
     fn query_leader_and_rejections(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
         let (mut leaders, mut rejections) = (Vec::new(), Vec::new());
         for number in controllers {
@@ -237,7 +239,7 @@ fn assert_follower_rejects_revoked_certificate(
     assert_eventually(TAKEOVER_TIMEOUT, "it is no longer rejected", || !is_operator_revoked());
 }
 
-/// Waits for the answer of a leader, and returns the names of the servers that were drained by `coreward drain`.
+/// Waits until a leader answers, and returns the names of the servers that are drained by `coreward drain`.
 fn wait_for_drained_servers(env: &ControllersTlsEnv, controller_numbers: &[u16]) -> Vec<String> {
     // Repeat the query, because the test compares only leaders' answers.
     let mut drained_servers = None;
@@ -266,7 +268,7 @@ fn copy_state_from_etcd_to_store(
     env.run_coreward(&["store", "copy", "--from", etcd_config, "--to", store_config, "--replace"]).unwrap();
 }
 
-/// Asserts that `--controller-name` selects the name that the controller's certificate must have. The option is for a
+/// Asserts that the controller's certificate must have the name given by `--controller-name`. The option is for a
 /// tunnel, or for a host that the certificate does not name.
 fn assert_controller_name_is_verified(env: &ControllersTlsEnv) {
     let name_option = ["--controller-name", "c1"];
@@ -276,7 +278,7 @@ fn assert_controller_name_is_verified(env: &ControllersTlsEnv) {
     assert!(wrong_name_error.contains(&expected_error), "{wrong_name_error}");
 }
 
-/// Starts a single controller with a drained server, and replaces it by several controllers, which get its state.
+/// Starts a single controller, drains a server, and replaces the controller by several, which take over its state.
 fn replace_single_controller(
     env: &ControllersTlsEnv,
     store_config_path: &Path,
@@ -297,7 +299,7 @@ fn replace_single_controller(
     etcd_config_paths.iter().map(|file| Some(env.start_controller(file))).collect()
 }
 
-/// Kills the leader. Asserts that the next leader accepts a change, and has the drains of both servers.
+/// Kills the leader. Asserts that the next leader accepts a change, and that both servers are still drained.
 fn assert_drains_outlive_leader(
     env: &ControllersTlsEnv,
     controller_numbers: &[u16],
@@ -363,7 +365,7 @@ fn read_controller_log(config_path: &Path) -> String {
     fs::read_to_string(config_path.with_extension("log")).unwrap()
 }
 
-/// Asserts that a controller with this configuration and `coreward doctor` report the reason for which the controller
+/// Asserts that a controller with this configuration and `coreward doctor` both report the reason why the controller
 /// and etcd reject each other.
 fn assert_rejection_is_reported(env: &ControllersTlsEnv, config_path: &Path, expected_reason: &str) {
     let etcd_endpoint = env.etcd_member.secure_endpoint();

@@ -17,7 +17,7 @@ fn dispatch_config(testbed: &Testbed, policy: &str) -> String {
     format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service_config}", pin_directory.display())
 }
 
-/// Returns the status of the services whose requests the server dispatches, from `coreward status`.
+/// Returns the status of the dispatched services on the server, from `coreward status`.
 fn query_dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
     fleet.query_status(testbed).unwrap()["servers"][0]["dispatched_services"].clone()
 }
@@ -32,7 +32,7 @@ fn count_eligible_workers(dispatch_status: &Value) -> usize {
     workers.filter(|worker| worker["eligible"] == true).count()
 }
 
-/// Asserts that there is one dispatched service, and that the workers `worker_pids` have answered all its requests.
+/// Asserts that exactly one service is dispatched, and that the workers `worker_pids` have answered all its requests.
 fn assert_workers_answered_all_requests(dispatched_services: &Value, worker_pids: &[u32]) {
     assert_eq!(
         (&dispatched_services[0]["listen"], &dispatched_services[0]["policy"]),
@@ -89,7 +89,7 @@ fn agent_applies_its_dispatch_configuration() -> anyhow::Result<()> {
     check_reload_restart_and_detach(&testbed, &mut fleet)
 }
 
-/// Writes the configuration of the agent of server 1, and makes the agent reload it.
+/// Writes a new configuration file for the agent of server 1, and makes the agent reload it.
 fn reload_agent_config(testbed: &Testbed, fleet: &mut Fleet, config: &str) -> anyhow::Result<()> {
     std::fs::write(testbed.directory().join("agent-s1.toml"), config)?;
     fleet.daemon_process("agent-s1")?.send_signal(Signal::SIGHUP)

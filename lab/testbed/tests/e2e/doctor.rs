@@ -22,13 +22,13 @@ use serde_json::Value;
 
 use crate::support::assert_eventually;
 
-/// Shell commands that set up a new mount namespace, so that doctor does not use the host's files. The namespace gets
+/// Shell commands that set up a new mount namespace, in which doctor does not use the host's files. The namespace gets
 /// the network namespace's /sys, the testbed's BPF file system, and an empty directory for sysctl's drop-in files. `$1`
 /// is the mount point.
 const ENTER_NAMESPACES_SCRIPT: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
                      if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
 const MOUNT_BPF_SCRIPT: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
-/// Shell commands that print doctor's report, then a line with the exit code, then the drop-in file if it exists.
+/// Shell commands that print doctor's report, a line with the exit code, and the drop-in file if it exists.
 const RUN_DOCTOR_SCRIPT: &str =
     "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
 
@@ -53,12 +53,12 @@ struct DoctorTestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
     nginx_process: Option<TestbedProcess>,
-    /// Descriptions of differences from the expected reports, which are printed at the end of the test.
+    /// Descriptions of differences from the expected reports. They are printed at the end of the test.
     failures: RefCell<Vec<String>>,
 }
 
 impl DoctorTestEnv {
-    /// Returns the command that runs doctor in its own mount namespace.
+    /// Returns the command that runs `coreward doctor` in its own mount namespace.
     fn build_doctor_command(&self, config: &Path, conditions: DoctorConditions, extra_arguments: &[&str]) -> Command {
         let limit_script = if conditions == DoctorConditions::LowFileLimit { "ulimit -n 256; " } else { "" };
         let mount_script = if conditions == DoctorConditions::WithoutBpfFileSystem { "" } else { MOUNT_BPF_SCRIPT };
@@ -173,7 +173,7 @@ impl DoctorTestEnv {
     }
 }
 
-/// Host on which doctor runs, with its configuration file and doctor's report before any fault.
+/// Host on which doctor runs, with its configuration file and the report of doctor before any fault.
 struct CheckedHost {
     namespace: NetworkNamespace,
     config_path: PathBuf,
@@ -187,7 +187,7 @@ impl CheckedHost {
         Self { namespace: host.clone(), config_path, baseline_report }
     }
 
-    /// Asserts that doctor finds the problem `check` in addition to the baseline, and nothing else.
+    /// Asserts that doctor reports the finding `check` in addition to those of the baseline, and no further finding.
     fn assert_only_new_finding(
         &self,
         env: &DoctorTestEnv,
@@ -205,7 +205,7 @@ impl CheckedHost {
         println!("{description}: {check}, {:?}", doctor_report.findings.get(check));
     }
 
-    /// Returns this host with a modified configuration file. `replacements` are pairs (old text, new text), and
+    /// Returns this host with a modified configuration file. `replacements` has pairs (old text, new text), and
     /// `extra_config` is appended.
     fn with_replaced_config_text(&self, replacements: &[(&str, &str)], extra_config: &str) -> Self {
         let mut config_text = fs::read_to_string(&self.config_path).unwrap();
@@ -231,7 +231,7 @@ impl CheckedHost {
         );
     }
 
-    /// Injects a fault by a shell script, asserts that doctor detects it, and undoes it by another script.
+    /// Injects a fault by a shell script, asserts that doctor detects it, and undoes it by a second script.
     fn assert_fault_detected(&self, env: &DoctorTestEnv, check: &str, inject_script: &str, undo_script: &str) {
         env.run_script(&self.namespace, inject_script);
         self.assert_only_new_finding(env, inject_script, check, DoctorConditions::Normal, &[]);
@@ -239,7 +239,7 @@ impl CheckedHost {
         self.assert_no_new_finding(env, inject_script);
     }
 
-    /// Asserts that doctor detects a fault, and that `--fix` repairs the fault and reports the repair.
+    /// Asserts that doctor detects a fault, and that doctor's option `--fix` repairs the fault and reports the repair.
     fn assert_fault_fixed(
         &self,
         env: &DoctorTestEnv,
@@ -260,8 +260,8 @@ impl CheckedHost {
     }
 }
 
-/// Starts a testbed with two services and two workers for each. Servers stamp the cookies of one service, and load
-/// balancers those of the other.
+/// Starts a testbed with two services and two workers for each. Servers write the cookies of one service, and load
+/// balancers write those of the other.
 fn start_env() -> (DoctorTestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     let options = TestbedOptions {
         instance_name: "doctor".to_owned(),
@@ -339,8 +339,8 @@ fn doctor_names_every_injected_misconfiguration() {
     fleet.daemon_process("controller").unwrap().send_signal(Signal::SIGTERM).unwrap();
 }
 
-/// Checks that doctor reports a switch that drops the frames which a running load balancer sends by XDP. This check
-/// must be the last one, because the driver's counter keeps its value.
+/// Checks doctor's report when a switch drops the frames that a running load balancer sends by XDP. This check must be
+/// the last one, because the driver's counter keeps its value.
 fn check_frames_dropped_by_veth(env: &DoctorTestEnv) {
     env.run_script(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let lb_config_path = env.testbed.directory().join("lb1.toml");
@@ -420,8 +420,8 @@ fn check_steering(env: &DoctorTestEnv, server: &CheckedHost) {
 }
 
 fn check_packet_filters(env: &DoctorTestEnv, server: &CheckedHost) {
-    let add_chain_command = "nft add table ip doctor; nft 'add chain ip doctor input \
-                 { type filter hook input priority 0; policy accept; }'";
+    let add_chain_command = "nft add table ip doctor; nft 'add chain ip doctor input { type filter hook input priority \
+                 0; policy accept; }'";
     let delete_table_command = "nft delete table ip doctor";
     let track_connections_command =
         format!("{add_chain_command}; nft add rule ip doctor input ct state established accept");
@@ -535,13 +535,11 @@ fn check_load_balancer_addresses(env: &DoctorTestEnv, balancer: &CheckedHost) {
     let own_address = load_balancer_address(2);
     let narrow_prefix_command = format!(
         "ip address delete {own_address}/16 dev {HOST_DEVICE}; ip address add {own_address}/24 dev {HOST_DEVICE}; ip \
-         route add \
-         {CONTROLLER_ADDRESS} dev {HOST_DEVICE}"
+         route add {CONTROLLER_ADDRESS} dev {HOST_DEVICE}"
     );
     let wide_prefix_command = format!(
         "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own_address}/24 dev {HOST_DEVICE}; ip address add \
-         {own_address}/16 dev \
-         {HOST_DEVICE}"
+         {own_address}/16 dev {HOST_DEVICE}"
     );
     balancer.assert_fault_detected(env, "segment", &narrow_prefix_command, &wide_prefix_command);
     balancer.assert_fault_detected(

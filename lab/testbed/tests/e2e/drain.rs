@@ -18,7 +18,7 @@ use crate::support::{
     open_keepalive_connections,
 };
 
-/// Fleet of two servers with nginx. The fields are dropped in this order, the testbed last.
+/// Fleet of two servers with nginx. Fields are dropped in the order of their declaration, the testbed last.
 struct DrainTestEnv {
     fleet: Fleet,
     _nginx_servers: Vec<NginxServer>,
@@ -50,13 +50,13 @@ impl DrainTestEnv {
         command
     }
 
-    /// Runs `coreward ARGUMENTS`. Returns its output, or its error message.
+    /// Runs `coreward` with these arguments. Returns its output, or its error message.
     fn run_coreward(&self, arguments: &[&str]) -> Result<String, String> {
         let output = self.testbed.run_command(self.testbed.controller(), self.build_coreward_command(arguments));
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
-    /// Starts `coreward ARGUMENTS` in the background, with its output in a file.
+    /// Starts `coreward` with these arguments in the background. Its output is written to a file.
     fn spawn_coreward(&self, name: &str, arguments: &[&str]) -> BackgroundCommand {
         let output_path = self.testbed.directory().join(format!("{name}.txt"));
         let output_file = File::create(&output_path).unwrap();
@@ -191,7 +191,7 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     assert!(top_output.contains("! s1: draining: by `coreward drain`"), "{top_output}");
 }
 
-/// Returns the lines with the event `event` in the controller's log, as JSON objects.
+/// Returns those lines of the controller's log that have the event `event`, as JSON objects.
 fn read_logged_events(env: &DrainTestEnv, event: &str) -> Vec<Value> {
     let log_text = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
     let log_objects = log_text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());

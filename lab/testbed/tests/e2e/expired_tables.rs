@@ -11,8 +11,8 @@ use crate::support::{
     measure_duration_until_logged, open_keepalive_connections, sleep_ms,
 };
 
-/// Fleet document in which s3 has half of the total weight. `crossrss` sends all connections in a bucket to one server
-/// until the next table.
+/// Fleet document in which s3 has half of the total weight. Under `crossrss`, all new connections in a bucket go to one
+/// server until the next table.
 const FLEET_DOCUMENT: &str = r#"
 table_lifetime = "1s"
 [[server]]
@@ -36,7 +36,7 @@ timeout = "500ms"
 "#;
 const METRICS_ADDRESS: &str = "127.0.0.1:9464";
 
-/// Fleet of three servers with nginx. The fields are dropped in this order, the testbed last.
+/// Fleet of three servers with nginx. Fields are dropped in the order of their declaration, the testbed last.
 struct ExpiredTablesEnv {
     fleet: Fleet,
     nginx_servers: Vec<Option<NginxServer>>,
@@ -64,7 +64,7 @@ impl ExpiredTablesEnv {
         Self { fleet, nginx_servers, testbed }
     }
 
-    /// Waits until the load balancer's metrics report that `table_count` of its tables have expired.
+    /// Waits until the load balancer's metrics show that `table_count` of its tables have expired.
     fn wait_for_expired_tables(&self, table_count: f64) {
         assert_eventually(*DEFAULT_TIMEOUT, &format!("{table_count} expired tables"), || {
             let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS);

@@ -19,8 +19,8 @@ use crate::support::{
 };
 
 const STATE_CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Maximum time in which [`HEALTH_CHECK_CONFIG`] detects a fault. It is interval x fall + timeout, plus the daemon's
-/// tick. The check's timeout is long to allow for a busy machine.
+/// Maximum time in which the health check of [`HEALTH_CHECK_CONFIG`] detects a fault. It is interval x fall + timeout,
+/// plus the daemon's tick. The check's timeout is long to allow for a busy machine.
 const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 
 const HEALTH_CHECK_CONFIG: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\n\
@@ -58,7 +58,7 @@ impl HealthTestEnv {
         Self { fleet, nginx_servers, testbed }
     }
 
-    /// Sets whether a server's health endpoint reports that the server is healthy.
+    /// Makes a server's health endpoint report the server as healthy or not.
     fn set_server_health(&self, number: u16, is_healthy: bool) {
         let health_file = health_file_path(&self.testbed, number);
         if is_healthy { fs::write(health_file, "well\n").unwrap() } else { fs::remove_file(health_file).unwrap() }
@@ -97,14 +97,14 @@ impl HealthTestEnv {
         });
     }
 
-    /// Waits until exactly these servers get new connections.
+    /// Waits until each of these servers gets new connections and no other server does.
     fn wait_until_only_servers_reached(&self, servers: &[u16]) {
         assert_eventually(STATE_CHANGE_TIMEOUT, &format!("new connections go to {servers:?}"), || {
             self.find_servers_with_new_connections() == servers
         });
     }
 
-    /// Opens connections, and returns the numbers of the servers that got at least one.
+    /// Opens connections, and returns the numbers of the servers that got at least one of them.
     fn find_servers_with_new_connections(&self) -> Vec<u16> {
         let mut server_numbers: Vec<u16> = open_keepalive_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
             .into_iter()
@@ -124,7 +124,7 @@ impl HealthTestEnv {
         [1, 2].map(|number| self.read_load_balancer_log(number).len())
     }
 
-    /// Waits until both load balancers have logged `log_words` after the byte offsets `log_offsets`.
+    /// Waits until each of the two load balancers has logged `log_words` after its byte offset in `log_offsets`.
     fn wait_for_log_words(&self, log_offsets: [usize; 2], log_words: &str) {
         assert_eventually(STATE_CHANGE_TIMEOUT, log_words, || {
             (1..).zip(log_offsets).all(|(number, log_offset)| {
@@ -158,7 +158,7 @@ fn health_file_path(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("nginx-s{number}")).join("www").join("healthz")
 }
 
-/// Asserts that servers stay active when one load balancer reaches none of them.
+/// Asserts that servers stay active when one load balancer cannot reach any of them.
 fn assert_unreachable_servers_stay_active(env: &HealthTestEnv) {
     env.run_ip_command(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
     assert_eventually(STATE_CHANGE_TIMEOUT, "load balancer 2 reaches no server", || {
@@ -269,8 +269,8 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     wait_until_only_servers_answer(&env, &[2]);
 }
 
-/// Opens new connections. Returns for each connection the number of the server that answers, or `None` if the
-/// connection is refused or gets no answer.
+/// Opens new connections. For each, returns the number of the answering server, or `None` if the connection is refused
+/// or gets no answer.
 fn find_answering_servers(env: &HealthTestEnv) -> Vec<Option<u16>> {
     let query_server = || {
         HttpConnection::open(None)

@@ -19,7 +19,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{assert_eventually, sleep_ms};
 
-/// Checked ports, as (port of the server, kind of check, whether the server answers).
+/// Ports with health checks, as (port of the server, kind of check, whether the server answers).
 const CHECKED_PORTS: [(u16, &str, bool); 5] = [
     (8001, "check = \"tcp\"", true),
     (8002, "check = \"http\"", true),
@@ -27,11 +27,11 @@ const CHECKED_PORTS: [(u16, &str, bool); 5] = [
     (8004, "check = \"http\"", false),
     (8005, "check = \"https\"\nverify = false", false),
 ];
-/// Difference between a port that is checked at the VIP and the port that is checked at the server's own address.
+/// Difference between the port of a check at the VIP and the port of the same check at the server's own address.
 const SERVER_PORT_OFFSET: u16 = 100;
 const CHECKS_PER_PORT: usize = 4;
 
-/// TCP segment from the load balancer that the server received.
+/// TCP segment that the server received from the load balancer.
 struct TcpSegment {
     destination: Ipv4Addr,
     /// Source port (of the load balancer) and destination port (of the server).
@@ -50,7 +50,8 @@ struct HealthCheckConnection {
 /// Receiver of a copy of each TCP segment from the load balancer to the server.
 struct SegmentSniffer {
     segments: Receiver<TcpSegment>,
-    /// Connections by the server's port, in the order of their SYNs, as pairs (load balancer's port, connection).
+    /// Connections of health checks, by the server's port and in the order of their SYNs. Each is a pair (load
+    /// balancer's port, connection).
     connections_by_port: BTreeMap<u16, Vec<(u16, HealthCheckConnection)>>,
 }
 
@@ -116,7 +117,7 @@ fn parse_segment(packet: &[u8]) -> Option<TcpSegment> {
     })
 }
 
-/// Starts nginx at the checked ports where the server answers.
+/// Starts nginx on those checked ports where the server answers.
 fn start_nginx(testbed: &Testbed) -> TestbedProcess {
     let directory = testbed.directory().join("probed");
     fs::create_dir_all(&directory).unwrap();
@@ -176,8 +177,8 @@ fn service_configs_text() -> String {
     CHECKED_PORTS.map(configs_of_port).concat()
 }
 
-/// Returns the server's connections with the load balancer, as `ss` prints them, without listening sockets and
-/// TIME-WAIT.
+/// Returns the server's connections with the load balancer as `ss` prints them. Listening sockets and those in
+/// TIME-WAIT are omitted.
 fn list_connections_at_server(testbed: &Testbed) -> Vec<String> {
     let mut ss = Command::new("ss");
     let load_balancer_ip = load_balancer_address(1).to_string();
@@ -193,7 +194,7 @@ fn checked_sockets() -> impl Iterator<Item = (u16, Ipv4Addr)> {
         .flat_map(|(port, _, _)| [(port, FIRST_IPV4_VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
 }
 
-/// Waits for [`CHECKS_PER_PORT`] more connections at every checked port, successful or not.
+/// Waits until every checked port has had [`CHECKS_PER_PORT`] more connections, successful or not.
 fn wait_for_checks(sniffer: &mut SegmentSniffer) {
     sniffer.read_segments();
     let counts_before: BTreeMap<u16, usize> =
@@ -205,7 +206,8 @@ fn wait_for_checks(sniffer: &mut SegmentSniffer) {
     });
 }
 
-/// Asserts, after the checks have ended, that all connections were reset at the address to which they were opened.
+/// Asserts that all connections of health checks were reset at the address to which they were opened. The checks must
+/// have ended.
 fn assert_all_connections_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, description: &str) {
     let deadline = Instant::now() + *DEFAULT_TIMEOUT / 4;
     loop {

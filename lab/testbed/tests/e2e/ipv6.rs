@@ -30,7 +30,7 @@ fn find_servers_with_connections(env: &FleetTestEnv) -> BTreeSet<u16> {
     env.testbed.server_numbers().into_iter().filter(has_connections).collect()
 }
 
-/// Asserts that no connection breaks when the pool changes and daemons restart under load.
+/// Asserts that no connection breaks when the server pool changes and daemons restart under load.
 fn assert_changes_break_no_connection(env: &mut FleetTestEnv) {
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(225);
@@ -140,7 +140,7 @@ fn daemons_reach_the_controller_and_each_other_by_ipv6() {
     assert_changes_break_no_connection(&mut env);
 }
 
-/// Tests the health checks of servers that listen only on the VIP.
+/// Tests health checks of servers that listen only on the VIP, over IPv6.
 #[test]
 fn ipv6_servers_are_checked_at_the_vip() {
     skip_if!(find_missing_testbed_rights());

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken};
 
-/// Starts one server with each value in `tcp_timestamps` of net.ipv4.tcp_timestamps, which also applies to IPv6.
+/// Starts one server for each value in `tcp_timestamps`, its net.ipv4.tcp_timestamps, which also applies to IPv6.
 fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> FleetTestEnv {
     let options = TestbedOptions {
         instance_name: instance.to_owned(),
@@ -39,7 +39,7 @@ fn query_lb_state(env: &FleetTestEnv) -> Value {
     env.fleet.query_status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
-/// Returns the state that the load balancer has determined for a server's timestamp clock, and the clock's fault.
+/// Returns the state of a server's timestamp clock that the load balancer has determined, and the fault of this clock.
 fn query_server_clock_state_and_fault(env: &FleetTestEnv, server: &str) -> (String, String) {
     let lb_state = query_lb_state(env);
     let server_clocks = lb_state["server_clocks"].as_array().cloned().unwrap_or_default();
@@ -57,12 +57,12 @@ fn set_kernel_forwarding(env: &FleetTestEnv, value: &str) {
     lb_host.set_sysctls(&[(&forwarding_sysctl, value)]).unwrap();
 }
 
-/// Values of net.ipv4.tcp_timestamps with which the kernel uses one clock for all connections, or one for each
-/// connection (the default).
+/// Value of net.ipv4.tcp_timestamps with which the kernel uses one clock for all connections. By default, each
+/// connection has its own clock.
 const ONE_CLOCK_FOR_ALL_CONNECTIONS: &str = "2";
 const CLOCK_PER_CONNECTION: &str = "1";
 
-/// Opens connections to every server until all servers' clocks have this state at the load balancer.
+/// Opens connections to every server until the load balancer has determined this state for all servers' clocks.
 fn open_connections_until_clocks_known(env: &FleetTestEnv, state: &str) {
     let client = env.testbed.client();
     // Use ports below those of later streams.
@@ -99,14 +99,14 @@ fn plain_linux_servers_join_and_leave_without_breaking_connections() {
     assert_no_connection_breaks("lbtsplain", AddressFamily::Ipv4, CLOCK_PER_CONNECTION, "per-connection");
 }
 
-/// Returns the numbers of packets of established connections whose server was found by cookie and by flow table.
+/// Returns how many packets of established connections had their server found by cookie, and how many by flow table.
 fn query_packets_by_decision(env: &FleetTestEnv) -> [u64; 2] {
     let stamped_services = query_lb_state(env)["stamped_services"].clone();
     ["cookie_packets", "flow_table_packets"].map(|decision| stamped_services[0][decision].as_u64().unwrap())
 }
 
-/// Asserts that the server of at least 99 % of the packets of established connections since `packet_counts_before` was
-/// found by cookie.
+/// Asserts that cookies determined the server of at least 99 % of the packets of established connections since
+/// `packet_counts_before`.
 fn assert_packets_decided_by_cookie(env: &FleetTestEnv, packet_counts_before: [u64; 2]) {
     let packet_counts_after = query_packets_by_decision(env);
     let [by_cookie, by_flow_table] =
@@ -119,7 +119,8 @@ fn assert_packets_decided_by_cookie(env: &FleetTestEnv, packet_counts_before: [u
     assert!(explain_output.contains(" % of its established packets by the cookie."), "{explain_output}");
 }
 
-/// Restarts the load balancer without its state. Until it is ready, its kernel must not route unknown packets.
+/// Restarts the load balancer without its state. Its kernel must not route unknown packets until the load balancer is
+/// ready.
 fn reboot_load_balancer(env: &mut FleetTestEnv) {
     set_kernel_forwarding(env, "0");
     env.fleet.reboot_load_balancer(&env.testbed, 1).unwrap();
@@ -201,7 +202,7 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     assert!(report.sum_of_seconds().opened >= 100_000, "{:?}", report.sum_of_seconds());
 }
 
-/// Asserts that a load balancer whose kernel does not route packets reports the missing setting.
+/// Asserts that a load balancer reports a missing setting if its kernel does not route packets.
 fn assert_missing_forwarding_is_reported(env: &FleetTestEnv) {
     assert_eq!(query_lb_state(env)["warnings"], Value::Array(Vec::new()));
     set_kernel_forwarding(env, "0");

@@ -65,7 +65,7 @@ fn connections_survive_lost_connection_tables() {
     assert_lost_tables_break_no_connection("lbsfull", AddressFamily::Ipv4);
 }
 
-/// Tests changes of the load balancer like those after a client draws a new IPv6 flow label, which changes its path.
+/// Tests IPv6 connections whose packets change to another load balancer, as after a client draws a new flow label.
 #[test]
 fn ipv6_connections_survive_lost_connection_tables() {
     skip_if!(find_missing_testbed_rights());

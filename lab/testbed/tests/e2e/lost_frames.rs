@@ -28,8 +28,8 @@ struct LostFramesEnv {
 }
 
 impl LostFramesEnv {
-    /// Starts the environment. The command `switch_script` changes the other end of the load balancer's device before
-    /// the daemon starts.
+    /// Starts the environment. Before the daemon starts, the command `switch_script` changes the switch's end of the
+    /// load balancer's link.
     fn start(instance: &str, switch_script: &str) -> Self {
         let options =
             TestbedOptions { instance_name: instance.to_owned(), server_count: 2, core_count: 1, ..Default::default() };
@@ -96,8 +96,8 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
     });
 }
 
-/// Tests that new connections do not depend on the running daemon. With GRO alone at a veth's other end, native XDP
-/// works only as long as the daemon's frames wake that end's poll.
+/// Tests that new connections do not depend on the running daemon. If a veth's other end has only GRO, native XDP works
+/// only as long as the daemon's frames wake that end's poll.
 #[test]
 fn new_connections_continue_when_the_daemon_is_killed() {
     skip_if!(find_missing_testbed_rights());

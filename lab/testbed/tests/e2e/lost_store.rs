@@ -19,12 +19,12 @@ const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 const FLEET_DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
                         [[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n\
                         [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
-/// Configuration of a service for which load balancers make no tables of their own, because all must choose the same
+/// Configuration of a service for which load balancers make no tables themselves, because all must choose the same
 /// server.
 const BUCKET_SERVICE_CONFIG: &str = "[[service]]\nname = \"bucket\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n\
                          consistency = \"beamer\"\n";
 
-/// Asserts that `status` warns that the store is lost while the load balancer still has a configuration.
+/// Asserts that `status` warns of the loss of the controller's store while the load balancer still has a configuration.
 fn assert_lost_store_is_reported(status: &Value) {
     let warning_text = status["warnings"].to_string();
     assert!(warning_text.contains("the store has no document"), "{warning_text}");

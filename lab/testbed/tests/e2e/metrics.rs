@@ -17,7 +17,7 @@ use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken, f
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
-/// Values of the samples on a metrics page, by metric name and labels, as the crate `prometheus_parse` parses them.
+/// Values of the samples on a metrics page, by metric name and labels. The crate `prometheus_parse` parses them.
 type MetricSampleValues = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
 fn scrape_metrics(env: &FleetTestEnv, host: &NetworkNamespace) -> Option<MetricSampleValues> {
@@ -103,7 +103,7 @@ fn start_env() -> FleetTestEnv {
     env
 }
 
-/// Asserts that the controller's metrics and `coreward status` count the same rejected reports.
+/// Asserts that the controller's metrics and `coreward status` have the same count of rejected reports.
 fn assert_rejected_reports_are_counted(env: &FleetTestEnv, controller_samples: &MetricSampleValues) {
     let status = env.fleet.query_status(&env.testbed).unwrap();
     let rejected_report_count: u64 = status["rejected_reports"]
@@ -117,7 +117,8 @@ fn assert_rejected_reports_are_counted(env: &FleetTestEnv, controller_samples: &
     assert_eq!(rejected_report_count_in_metrics, rejected_report_count as f64);
 }
 
-/// Asserts that the agent, the controller and `status` count the same warnings, including one that this test causes.
+/// Asserts that the agent, the controller and `status` have the same count of warnings, including one that this test
+/// causes.
 fn assert_warnings_are_counted(env: &FleetTestEnv) {
     let (controller, server) = (env.testbed.controller(), env.testbed.server(1).unwrap());
     server.run_within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
-/// Small file system of 16 MiB, which is unmounted when dropped.
+/// Mounted file system of 16 MiB. Dropping this value unmounts the file system.
 pub struct MountedDisk(pub PathBuf);
 
 impl MountedDisk {

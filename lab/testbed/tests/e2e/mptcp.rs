@@ -18,10 +18,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::support::{assert_eventually, run_command_line, sleep_ms};
 
 const SERVER_COUNT: u16 = 3;
-/// Number of connections in the test. With random placement, a server gets no connection once in 10^6 runs.
+/// Number of connections in the test. With random placement, a server gets no connection in only one of 10^6 runs.
 const CONNECTION_COUNT: u64 = 36;
 const TRANSFER_BYTES: usize = 100_000;
-/// Port of the VIP at which subflows join connections to server 0. Server K has this port plus K.
+/// Port of the VIP for subflows that join connections to server 0. Server K uses this port plus K.
 const FIRST_JOIN_PORT: u16 = 8000;
 
 fn missing_mptcp_reason() -> Option<String> {

@@ -19,7 +19,7 @@ use serde_json::Value;
 
 use crate::support::{assert_eventually, read_effective_capabilities, retained_capability_mask};
 
-/// Timeout of a response, which normally takes microseconds. A request gets no response if its worker has just died.
+/// Timeout of a response, which normally takes microseconds. A request whose worker has just died gets no response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub struct RunningProcess(Child);
@@ -63,7 +63,7 @@ struct OrchestrateTestEnv {
 }
 
 impl OrchestrateTestEnv {
-    /// Writes a configuration with four cores, in which GET has priority over all other requests.
+    /// Writes an orchestrator configuration with four cores, in which GET has priority over all other requests.
     fn new() -> anyhow::Result<Self> {
         let directory = tempfile::tempdir()?;
         let address = UdpSocket::bind("127.0.0.1:0")?.local_addr()?;
@@ -123,7 +123,7 @@ impl RequestClient {
         Ok(Self { socket, next_request_id: 0, sent_request_count: 0, received_response_count: Cell::new(0) })
     }
 
-    /// Sends a request of a type that needs `service_us` of core time. Returns its id.
+    /// Sends a request of type `request_type` that needs `service_us` of core time. Returns the request's id.
     pub fn send_request(&mut self, request_type: &str, service_us: u32) -> anyhow::Result<u32> {
         self.send_request_with_value(request_type, service_us, b"")
     }
@@ -148,7 +148,7 @@ impl RequestClient {
         Ok(id)
     }
 
-    /// Receives the next response. Returns its request's id, the core that answered, and the number of pairs.
+    /// Receives the next response. Returns its request's id, the core that answered, and the number of key-value pairs.
     pub fn receive_response(&self) -> Option<(u32, u16, usize)> {
         let mut buffer = [0; MAX_DATAGRAM_BYTES];
         let length = self.socket.recv(&mut buffer).ok()?;
@@ -157,7 +157,7 @@ impl RequestClient {
         Some((header.id.get(), header.worker_index.get(), pairs.len()))
     }
 
-    /// Sends requests in bursts of 8 until each core in `cores` has answered.
+    /// Sends requests in bursts of 8 until every core in `cores` has answered.
     fn send_requests_until_cores_answer(&mut self, cores: &[u16]) {
         self.send_bursts_until_cores_answer(8, cores);
     }
@@ -177,7 +177,7 @@ impl RequestClient {
         });
     }
 
-    /// Sends a burst and returns the number of responses received, including those to earlier requests.
+    /// Sends a burst of requests and returns the number of responses received, including those to earlier requests.
     fn send_burst_and_count_responses(&mut self, burst_size: usize) -> usize {
         (0..burst_size).for_each(|_| _ = self.send_request("GET", 50).unwrap());
         (0..burst_size).map_while(|_| self.receive_response()).count()
@@ -236,7 +236,7 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The orchestrator drops its capabilities even if root has started it.
+/// Tests that the orchestrator drops its capabilities even if root has started it.
 #[test]
 fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
     let env = OrchestrateTestEnv::new()?;

@@ -69,7 +69,7 @@ impl AfXdpTestEnv {
         fetch_metrics_page(&self.testbed, self.server_host(), &service.metrics_address).unwrap()
     }
 
-    /// Returns the modes in which the orchestrator receives requests (see [`INTAKE_MODES`]), according to its metrics.
+    /// Returns the modes in which the orchestrator receives requests (see [`INTAKE_MODES`]), as its metrics show them.
     fn read_intake_modes(&self, service: &OrchestratedService) -> Vec<&'static str> {
         let metrics_text = self.fetch_metrics_page(service);
         let mode_value =
@@ -87,7 +87,7 @@ struct OrchestratedService {
 }
 
 impl OrchestratedService {
-    /// Waits until the workers answer, then sends requests one by one, each after the response to the previous one.
+    /// Waits until the workers answer. Then sends requests one by one, each after the response to the previous one.
     fn send_requests_one_by_one(&mut self) {
         assert_eventually(*DEFAULT_TIMEOUT, "a worker answers", || {
             self.client.send_request("GET", 0).is_ok() && self.client.receive_response().is_some()
@@ -162,7 +162,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Adds IP options without effect (no operation) to all datagrams that the socket sends.
+/// Makes the socket add IP options without effect (no operation) to each datagram that it sends.
 fn set_ip_options(socket: &UdpSocket) -> std::io::Result<()> {
     use std::os::fd::AsRawFd as _;
     const NO_OPERATION_OPTIONS: [u8; 4] = [1; 4];

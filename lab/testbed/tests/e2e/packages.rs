@@ -25,7 +25,7 @@ fn run_and_expect_success(program: &str, arguments: &[&str]) -> String {
 const UNITS_AND_MAX_EXPOSURES: [(&str, f64); 5] =
     [("controller", 2.0), ("lb", 4.0), ("agent", 4.0), ("rack", 2.0), ("orchestrate", 3.0)];
 
-/// Builds the packages, and returns the output, which has a line with the path of each package.
+/// Builds the Debian packages, and returns the output, which has a line with the path of each package.
 fn build_packages(packages_directory: &Path) -> String {
     let command = coreward_binary_path().unwrap();
     let environment_variables =
@@ -37,7 +37,7 @@ fn joined_path_text(directory: &Path, path: &str) -> String {
     directory.join(path).to_str().unwrap().to_owned()
 }
 
-/// Asserts that systemd accepts an unpacked unit, and that the unit's exposure level is at most `max_exposure`.
+/// Asserts that systemd accepts an unpacked systemd unit, and that the unit's exposure level is at most `max_exposure`.
 fn assert_unit_is_confined(directory: &Path, daemon: &str, max_exposure: f64) {
     let unit_path = joined_path_text(directory, &format!("usr/lib/systemd/system/coreward-{daemon}.service"));
     // The unit must name the command at its unpacked path, so that `verify` finds it.
@@ -60,8 +60,8 @@ fn assert_unit_is_confined(directory: &Path, daemon: &str, max_exposure: f64) {
     assert!(exposure_level <= max_exposure, "{daemon}: {exposure_level}");
 }
 
-/// Builds and unpacks the packages. Runs the command with its own libraries, man on the manual pages, and
-/// systemd-analyze on the units.
+/// Builds and unpacks the packages. Checks the command with the packaged libraries, the manual pages with man, and the
+/// units with systemd-analyze.
 #[test]
 fn packages_contain_all_needed_files() {
     // The tools are installed only for root.

@@ -11,7 +11,7 @@ use coreward_testbed::{Testbed, TestbedOptions, counters, find_missing_testbed_r
 const CLIENT_ADDRESS_COUNT: u16 = 12;
 const DOWNLOAD_ROUND_COUNT: usize = 5;
 
-/// Downloads a file once from each of the client's addresses, because a server remembers the MTU towards an address.
+/// Downloads a file once from each of the client's addresses. The server remembers the MTU towards each address.
 fn download_from_each_address(testbed: &Testbed) {
     for index in 0..CLIENT_ADDRESS_COUNT {
         let mut curl = Command::new("curl");

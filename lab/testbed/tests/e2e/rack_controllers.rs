@@ -34,7 +34,7 @@ const NO_IDLE_SERVER: u16 = 0;
 /// Value of `idle_server_number` that ends the thread of [`CoreLoadWriter`].
 const STOP_LOAD_WRITER: u16 = u16::MAX;
 
-/// Writer of the servers' core load files. It reports all cores as nearly always busy, except those of one server.
+/// Writer of the servers' core load files. All cores appear nearly always busy, except those of one server.
 struct CoreLoadWriter {
     idle_server_number: Arc<AtomicU16>,
     writer_thread: Option<JoinHandle<()>>,
@@ -78,7 +78,7 @@ impl Drop for CoreLoadWriter {
     }
 }
 
-/// Fleet with rack controllers. The fields are dropped in this order, the testbed last.
+/// Fleet with rack controllers. Fields are dropped in the order of their declaration, the testbed last.
 struct RackControllersEnv {
     fleet: Fleet,
     load_writer: CoreLoadWriter,
@@ -88,8 +88,8 @@ struct RackControllersEnv {
 }
 
 impl RackControllersEnv {
-    /// Starts the environment. `server_racks` lists pairs of a server and the rack controllers that its agent uses and
-    /// the document allows.
+    /// Starts the environment. `server_racks` lists each server with the rack controllers that its agent uses and the
+    /// document allows.
     fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
         let testbed_options = TestbedOptions {
             instance_name: instance.to_owned(),
@@ -140,7 +140,8 @@ impl RackControllersEnv {
         String::from_utf8(self.testbed.run_command(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
-    /// Returns the rack controller through which each reporting server's agent is connected, or "" if there is none.
+    /// Returns, for each reporting server, the rack controller through which its agent is connected, or "" if there is
+    /// none.
     fn query_agent_racks(&self) -> BTreeMap<String, String> {
         let Ok(status) = self.fleet.query_status(&self.testbed) else { return BTreeMap::new() };
         let servers = status["servers"].as_array().into_iter().flatten();
@@ -153,8 +154,8 @@ impl RackControllersEnv {
         self.query_agent_racks().remove(server)
     }
 
-    /// Waits until each agent has reported through a rack controller in `allowed_racks`, not necessarily at the same
-    /// time.
+    /// Waits until each agent has reported through one of its rack controllers in `allowed_racks`, not necessarily at
+    /// the same time.
     fn wait_for_allowed_racks(&self, allowed_racks: &[&[&str]]) {
         let mut missing_servers: BTreeSet<String> =
             (1..=allowed_racks.len()).map(|number| format!("s{number}")).collect();
@@ -185,8 +186,8 @@ impl RackControllersEnv {
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// Restarts a rack controller with a foreign certificate, waits until the controller logs `log_words`, and restarts
-    /// it with its own certificate.
+    /// Restarts a rack controller with a foreign certificate, and waits until the controller logs `log_words`. Then
+    /// restarts it with its own certificate.
     fn assert_certificate_is_rejected(&mut self, rack: &str, certificate: (FleetRole, &str), log_words: &str) {
         let own_directory = credential_directory(&self.testbed, FleetRole::Rack, rack);
         let backup_directory = self.testbed.directory().join("kept");
@@ -215,7 +216,7 @@ impl RackControllersEnv {
     }
 }
 
-/// Returns the line `racks` of a server in the fleet's file.
+/// Returns the line `racks` for a server in the fleet document.
 fn racks_config_line(racks: &[u16]) -> String {
     let rack_controller_names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
     format!("racks = {rack_controller_names:?}\n")
@@ -234,7 +235,7 @@ fn assert_status_shows_racks(env: &RackControllersEnv) {
     );
 }
 
-/// Asserts that the agent of a server behind a rack controller measures that every core is busy.
+/// Asserts that the agent of a server behind a rack controller measures all cores as busy.
 fn assert_busy_cores_are_measured(env: &RackControllersEnv) {
     assert_eventually(*DEFAULT_TIMEOUT, "s1 is seen to be busy", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
@@ -245,8 +246,7 @@ fn assert_busy_cores_are_measured(env: &RackControllersEnv) {
     });
 }
 
-/// Asserts that agents report to another rack controller or directly to the controller while their rack controller does
-/// not run.
+/// Asserts that agents whose rack controller does not run report to a different one or directly to the controller.
 fn assert_agents_report_without_rack_controller(env: &mut RackControllersEnv) {
     env.fleet.kill_daemon("rack1").unwrap();
     let kill_time = Instant::now();
@@ -310,7 +310,8 @@ fn rack_and_controller_restarts_break_no_connection() {
     assert_connections_answered(&mut connections_before);
 }
 
-/// Asserts that `coreward drain --wait` for a server behind a rack controller ends when its last connection closes.
+/// Asserts that `coreward drain --wait` for a server behind a rack controller ends when the server's last connection
+/// closes.
 fn assert_drain_waits_for_connections(env: &RackControllersEnv) {
     env.assert_idle_server_gets_all_connections(2);
     let mut drained_connections = open_keepalive_connections(&env.testbed, 3);

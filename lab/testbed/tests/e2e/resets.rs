@@ -25,8 +25,8 @@ fn open_long_stream() -> TcpStream {
     stream
 }
 
-/// Closes a connection without a packet to the peer. The peer's next packet then finds no socket, and the RST in answer
-/// has no timestamp (tcp_v4_send_reset() in net/ipv4/tcp_ipv4.c).
+/// Closes a connection without sending a packet to the peer. The peer's next packet then finds no socket, and the RST
+/// in answer has no timestamp (tcp_v4_send_reset() in net/ipv4/tcp_ipv4.c).
 fn close_silently(stream: TcpStream) {
     use std::os::fd::AsRawFd as _;
     let repair_flag: libc::c_int = 1;
@@ -43,7 +43,7 @@ fn close_silently(stream: TcpStream) {
     assert_eq!(repair_result, 0, "TCP_REPAIR: {}", std::io::Error::last_os_error());
 }
 
-/// Returns the number of the service's TCP sockets that do not listen, summed over all servers.
+/// Returns the number of the service's TCP sockets on all servers, except listening sockets.
 fn count_connected_sockets(testbed: &Testbed) -> usize {
     // State 0A is LISTEN (include/net/tcp_states.h). Other sockets of the service have its port as their local port.
     let port_column = format!(":{:04X} ", SERVICE_ADDRESS.port());

@@ -32,8 +32,8 @@ fn start_env(
     )
 }
 
-/// Asserts that no stream breaks when the pool changes. `family` is the service's address family. `servers_family` is
-/// that of the servers' addresses, and so of the outer headers.
+/// Asserts that no stream breaks when the server pool changes. `family` is the service's address family.
+/// `servers_family` is that of the servers' addresses and of the outer headers.
 fn assert_streams_survive_pool_changes(
     instance: &str,
     forwarding: ForwardingMode,
@@ -104,7 +104,7 @@ fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
     assert_streams_survive_pool_changes("routed46gue", ForwardingMode::Gue, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
-/// Tests a link on which the router has no IPv4 address, as in fabrics with unnumbered links (RFC 8950).
+/// Tests streams over a link on which the router has no IPv4 address, as in fabrics with unnumbered links (RFC 8950).
 #[test]
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
     skip_if!(find_missing_testbed_rights());

@@ -17,13 +17,14 @@ use crate::support::{assert_eventually, run_command_line};
 
 const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
-/// Lengths of test datagrams (bytes). The first is sent without DF, in several fragments, and the second with DF, in
-/// one packet.
+/// Lengths of test datagrams (bytes). A datagram of the first length is sent without DF in several fragments, and one
+/// of the second length with DF in one packet.
 const DATAGRAM_LENGTHS: [usize; 2] = [8_000, 1_400];
 /// Time without an answer after which a client repeats a datagram.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Echo servers on every server, which return 1 MB per TCP connection and each datagram until this value is dropped.
+/// Echo servers on every server of the testbed. They return 1 MB per TCP connection and each datagram until this value
+/// is dropped.
 struct EchoServers(Arc<AtomicBool>);
 
 impl EchoServers {
@@ -74,7 +75,7 @@ fn echo_datagrams(socket: &UdpSocket, stop_flag: &AtomicBool) {
     }
 }
 
-/// Sends 1 MB to the service over one connection, and receives it back.
+/// Sends 1 MB to the service over one TCP connection, and receives it back.
 fn exchange_megabyte_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     let mut stream = TcpStream::connect_timeout(&service, *DEFAULT_TIMEOUT)?;
     stream.set_read_timeout(Some(*DEFAULT_TIMEOUT))?;
@@ -87,7 +88,8 @@ fn exchange_megabyte_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether the error is due to an ICMP error for a long packet, after which the kernel sends shorter fragments.
+/// Returns whether the error is due to an ICMP error for a long packet. After such an error, the kernel sends shorter
+/// fragments.
 fn is_message_too_long(error: &std::io::Error) -> bool {
     error.raw_os_error() == Some(libc::EMSGSIZE)
 }
@@ -119,7 +121,7 @@ fn exchange_megabyte_by_udp(service: SocketAddr, length: usize) -> anyhow::Resul
     Ok(repeat_count)
 }
 
-/// Returns the MTU towards the service that the client's kernel has learned, or `None` if it uses the device's MTU.
+/// Returns the MTU towards the service that the client's kernel has learned, or `None` if it has learned none.
 fn read_learned_mtu(testbed: &Testbed) -> Option<usize> {
     let route_text =
         run_command_line(testbed, testbed.client(), &format!("ip route get {}", testbed.service_address().ip()));
@@ -127,7 +129,7 @@ fn read_learned_mtu(testbed: &Testbed) -> Option<usize> {
     tokens_from_mtu.nth(1).map(|mtu| mtu.parse().unwrap())
 }
 
-/// Encapsulation, address family of the service, and address family of the servers.
+/// Kind of tunnel, as (encapsulation, address family of the service, address family of the servers).
 type TunnelKind = (ForwardingMode, AddressFamily, AddressFamily);
 
 fn start_env(instance: &str, (forwarding, family, servers_family): TunnelKind) -> (Fleet, EchoServers, Testbed) {
@@ -163,7 +165,7 @@ fn query_lb_counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
     status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
 }
 
-/// Asserts that 1 MB passes to the service and back by TCP and by UDP. `client_mtu` is the MTU of the client's link, at
+/// Asserts that 1 MB passes to the service and back by TCP and by UDP. `client_mtu` is the MTU of the client's link at
 /// both ends, or only at the router's end if `is_mtu_only_at_router` is true.
 fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is_mtu_only_at_router: bool) {
     let (fleet, _echoes, testbed) = start_env(instance, tunnel);

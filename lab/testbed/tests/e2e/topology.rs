@@ -61,7 +61,8 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens a connection per source port. Asserts that Toeplitz hash and indirection table predict its receive queue.
+/// Opens one connection per source port. Asserts that each arrives in the receive queue that Toeplitz hash and
+/// indirection table predict.
 fn assert_queues_match_prediction(
     testbed: &Testbed,
     queues: &ReceiveQueueRecorder,
@@ -187,7 +188,7 @@ fn router_with_a_small_mtu_sends_icmp_errors_to_the_server() -> anyhow::Result<(
 const OWNER_PROCESS_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
 const KILLED_INSTANCE_NAME: &str = "tkilled";
 
-/// Creates a testbed, reports it, and waits to be killed. The next test runs this in a separate process.
+/// Creates a testbed, reports this, and waits to be killed. The next test runs this function in a separate process.
 #[test]
 #[ignore = "started by the next test"]
 fn own_testbed_until_killed() -> anyhow::Result<()> {
@@ -202,7 +203,7 @@ fn own_testbed_until_killed() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether a process has not ended. An ended process has no namespace, even before wait(2).
+/// Returns whether a process has not ended. A process that has ended has no namespace, even before wait(2).
 fn is_process_running(pid: u32) -> bool {
     std::fs::metadata(format!("/proc/{pid}/ns/net")).is_ok()
 }

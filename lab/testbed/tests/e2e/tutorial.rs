@@ -12,7 +12,7 @@ const UNITS_AND_MACHINES: [(&str, &str); 3] = [
     ("coreward-agent", include_str!("../../../../packaging/systemd/coreward-agent.service")),
 ];
 
-/// Removes the VIP's addresses and routes, which the documents' commands add, from all hosts.
+/// Removes the addresses and routes of the VIP from all hosts. The commands in the documents add them.
 fn remove_vip_addresses_and_routes(testbed: &Testbed) {
     let run_ip = |namespace, arguments: &[&str]| {
         let mut command = Command::new("ip");
@@ -76,7 +76,7 @@ fn commands_in_the_tutorial_succeed() {
     run_shell_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/tutorial.md"));
 }
 
-/// Runs the shell blocks in a document about two servers behind a router.
+/// Runs the shell blocks of `document` in a testbed with two servers behind a router.
 fn run_blocks_with_routed_servers(instance: &str, document: &str) {
     let options = TestbedOptions {
         instance_name: instance.to_owned(),

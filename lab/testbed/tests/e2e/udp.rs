@@ -15,7 +15,7 @@ use coreward_testbed::{DEFAULT_TIMEOUT, Testbed, TestbedOptions, find_missing_te
 
 use crate::support::{FleetTestEnv, assert_eventually};
 
-/// Returns the configuration of a UDP service at the address and port of the TCP service.
+/// Returns the configuration of a UDP service that has the address and port of the TCP service.
 fn build_udp_service_config(udp_mode: &str, policy: &str) -> String {
     format!(
         "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"{udp_mode}\"\n\
@@ -31,8 +31,8 @@ fn start_env(instance: &str, udp_mode: &str, policy: &str) -> FleetTestEnv {
     )
 }
 
-/// Echo servers, one thread on every server, until this value is dropped. They answer each datagram with the server's
-/// number and the datagram.
+/// Echo servers, with one thread on every server of the testbed, until this value is dropped. They answer each datagram
+/// with the server's number and the datagram.
 struct DatagramEchoServers(Arc<AtomicBool>);
 
 impl DatagramEchoServers {
@@ -69,7 +69,7 @@ impl Drop for DatagramEchoServers {
 /// Time without an answer after which a client repeats a request.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Client socket, whose datagrams form a flow.
+/// Client socket, whose datagrams belong to one flow.
 struct ClientUdpFlow {
     socket: UdpSocket,
     newest_request_id: Cell<u32>,
@@ -90,7 +90,8 @@ impl ClientUdpFlow {
         }
     }
 
-    /// Sends a request of `length` bytes, of which 4 are its id, until an answer comes. Returns the answering server.
+    /// Sends a request of `length` bytes, including its id (4 bytes), until an answer arrives. Returns the answering
+    /// server's number.
     fn query_server(&self, length: usize) -> anyhow::Result<u16> {
         let request_id = self.newest_request_id.get() + 1;
         self.newest_request_id.set(request_id);
@@ -115,7 +116,7 @@ impl ClientUdpFlow {
         }
     }
 
-    /// Counts an answer to a request that was already answered. Fails if the request was not repeated.
+    /// Counts an answer to a request that has already been answered. Fails if the request was sent only once.
     fn count_duplicate_answer(&self, answer: &[u8]) -> anyhow::Result<()> {
         let id = answer.first_chunk().map(|id| u32::from_be_bytes(*id));
         anyhow::ensure!(

@@ -13,12 +13,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 const LOG_TIMEOUT: Duration = Duration::from_secs(60);
-/// User id that replaces the unit's `User=`, because the machine may lack the user.
+/// User id that replaces the user in the unit's `User=`, which may not exist on this machine.
 const UNPRIVILEGED_USER_ID: &str = "65534";
 
-/// Shell script that runs a unit's command in a separate root directory. This root is an overlay over the machine's
-/// root, which ends with the mount namespace, and contains binary and files. Only the paths that the unit leaves
-/// writable stay writable.
+/// Shell script that runs a unit's command in a separate root directory. It is an overlay over the machine's root
+/// directory, ends with the mount namespace, and also contains the binary and the files. Only the paths that the unit
+/// leaves writable are writable.
 ///
 /// Arguments: directory for the overlay, binary, directory of /etc/coreward's files, state directory or nothing,
 /// further writable path or nothing, limit of open files, user, bounding set, command.
@@ -68,14 +68,14 @@ impl SystemdUnitText {
     }
 }
 
-/// Running process of a unit. Dropping this value kills the process, and its namespaces end with it.
+/// Running process of a systemd unit. Dropping this value kills the process, and its namespaces end with it.
 struct SystemdUnitProcess {
     child: Child,
     directory: tempfile::TempDir,
 }
 
 impl SystemdUnitProcess {
-    /// Starts a unit's command with `files` in /etc/coreward, given as (name, content).
+    /// Starts a unit's command. Each of `files` is (name, content), and is a file in /etc/coreward.
     fn start(unit: &str, files: &[(&str, &str)]) -> Self {
         let systemd_unit = SystemdUnitText::read_unit(unit);
         assert_eq!(systemd_unit.setting_value("ProtectSystem"), Some("strict"));
@@ -120,7 +120,7 @@ impl SystemdUnitProcess {
         fs::read_to_string(self.directory.path().join("log")).unwrap()
     }
 
-    /// Waits until the log contains `expected_text`. Fails unless the process then continues to run.
+    /// Waits until the process's log contains `expected_text`. Fails unless the process then continues to run.
     fn wait_for_log(&mut self, expected_text: &str) {
         let deadline = Instant::now() + LOG_TIMEOUT;
         while !self.read_log().contains(expected_text) {

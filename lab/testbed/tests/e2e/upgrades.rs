@@ -34,7 +34,7 @@ fn agent_names() -> impl Iterator<Item = String> {
     (1..=SERVER_COUNT).map(|number| format!("agent-s{number}"))
 }
 
-/// Stores an unknown layout version in a daemon's pinned map `state`, whose values have type `T`.
+/// Stores an unknown layout version in a daemon's pinned map `state`. The map's values have the type `T`.
 fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
     let mapped_state = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both types is the version (bpf/include/intf.h).
@@ -49,7 +49,8 @@ impl FleetTestEnv {
         }
     }
 
-    /// Starts a stream client with the source addresses `addresses`, because two runs cannot bind the same ports.
+    /// Starts a stream client that uses only the source addresses with indices in `addresses`. Two clients cannot bind
+    /// the same ports.
     fn start_streams_from(&self, addresses: Range<u16>) -> StreamClientProcess {
         let stream_workload = StreamWorkload::endless(150.0);
         self.testbed.start_stream_client_at_address(SERVICE_ADDRESS, addresses, &stream_workload, None).unwrap()
@@ -102,7 +103,7 @@ fn pins_with_other_layout_are_replaced_when_new_pins_are_ready() {
     }
 }
 
-/// Tests the change from a real older version and back. `make test-upgrade` builds the older version and sets
+/// Tests the change from an actual older version and back. `make test-upgrade` builds the older version and sets
 /// COREWARD_OLD to its path.
 #[test]
 #[ignore = "needs an older version's binary: make test-upgrade"]
@@ -145,8 +146,8 @@ fn connections_survive_upgrade_and_downgrade_between_versions() {
     assert_streams_unbroken(stream_client);
 }
 
-/// Restarts one of the two load balancers without its pinned BPF objects. As in docs/deployment.md, the other load
-/// balancer carries the traffic meanwhile.
+/// Restarts one of the two load balancers without its pinned BPF objects. Meanwhile, the other load balancer carries
+/// the traffic, as in docs/deployment.md.
 fn restart_without_pins_while_other_carries_traffic(env: &mut FleetTestEnv, load_balancer: u16) {
     let daemon = format!("lb{load_balancer}");
     let other_load_balancers: Vec<u16> = [1, 2].into_iter().filter(|other| *other != load_balancer).collect();

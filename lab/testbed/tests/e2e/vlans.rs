@@ -22,7 +22,7 @@ fn start_env(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet_
     FleetTestEnv::start(options, FleetOptions { policy_name: "rr".to_owned(), ..fleet_options })
 }
 
-/// Asserts that no connection breaks when the pool changes and the load balancer's daemon restarts under load.
+/// Asserts that no connection breaks when the server pool changes and the load balancer's daemon restarts under load.
 fn assert_changes_break_no_connection(env: &mut FleetTestEnv) {
     let stream_client = env.start_streams(100.0);
     env.wait_for_connections(150);
@@ -66,7 +66,7 @@ fn untagged_clients_reach_ipv6_servers_in_other_vlans() {
     assert!(env.sum_counter("established") > 500);
 }
 
-/// Tests that packets of unknown connections reach their server, through a neighbour entry in the VLAN.
+/// Tests that packets of unknown connections reach their server in a single VLAN, by means of a neighbour entry.
 #[test]
 fn daisy_chained_connections_in_one_vlan_survive_pool_changes() {
     skip_if!(find_missing_testbed_rights());

@@ -17,7 +17,7 @@ use crate::support::{
     open_keepalive_connections, try_open_connections,
 };
 
-/// Maximum time in which the health check of [`FLEET_DOCUMENT`] detects a fault. It is interval x fall + timeout, plus
+/// Maximum time in which the health check in [`FLEET_DOCUMENT`] detects a fault. It is interval x fall + timeout, plus
 /// the daemon's tick. The check's timeout is long to allow for a busy machine.
 const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 const SERVER_COUNT: u16 = 3;
@@ -27,7 +27,8 @@ const FLEET_DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \
                         [service.health]\ncheck = \"tcp\"\ninterval = \"200ms\"\ntimeout = \"5s\"\nrise = 2\nfall = \
                         3\n";
 
-/// Fleet with two controllers and one etcd member. The fields are dropped in this order, the testbed last.
+/// Fleet with two controllers and one etcd member. Fields are dropped in the order of their declaration, the testbed
+/// last.
 struct WithoutEtcdEnv {
     fleet: Fleet,
     etcd_process: Option<TestbedProcess>,
@@ -103,7 +104,7 @@ impl WithoutEtcdEnv {
         serde_json::from_str(&status_text).unwrap()
     }
 
-    /// Returns the number of controllers that are leaders according to the health queries of their APIs.
+    /// Returns the number of controllers whose HTTP API reports that they are the leader.
     fn count_leaders(&self) -> usize {
         let query_health = |number: u16| {
             let mut curl = Command::new("curl");
@@ -117,7 +118,7 @@ impl WithoutEtcdEnv {
         (1..=2).map(query_health).filter(|health| health["state"] != "following").count()
     }
 
-    /// Stops a server, and asserts that every load balancer masks it within the detection time of its checks.
+    /// Stops a server, and asserts that every load balancer masks it within the health checks' detection time.
     fn stop_server_and_assert_masked(&mut self, number: u16) {
         let stop_time = SystemTime::now();
         self.nginx_servers[usize::from(number) - 1] = None;

@@ -18,7 +18,7 @@ use coreward_testbed::{DEFAULT_TIMEOUT, NetworkNamespace, Testbed, TestbedOption
 
 pub type ConnectionsAndWorkers = Vec<(HttpConnection, WorkerIdentity)>;
 
-/// Opens connections and sends one request on each. Returns each connection with the worker that answered.
+/// Opens connections and sends one request on each. Returns each connection with the worker that answered its request.
 pub fn open_keepalive_connections(testbed: &Testbed, connection_count: usize) -> ConnectionsAndWorkers {
     try_open_connections(testbed, connection_count).unwrap()
 }
@@ -32,7 +32,8 @@ pub fn try_open_connections(testbed: &Testbed, connection_count: usize) -> anyho
     testbed.client().run_within(|| (0..connection_count).map(|_| open_connection()).collect())
 }
 
-/// Returns the number of connections without an answer, or with an answer from another worker than before.
+/// Sends a request on each connection. Returns the number of connections with no answer, or with an answer from a
+/// different worker than before.
 pub fn count_broken_connections(connections: &mut [(HttpConnection, WorkerIdentity)]) -> usize {
     let is_broken = |(connection, first_worker): &mut (HttpConnection, WorkerIdentity)| {
         connection.query_worker().map_or(true, |answerer| answerer != *first_worker)
@@ -52,11 +53,11 @@ pub fn assert_connections_answered(connections: &mut [(HttpConnection, WorkerIde
     }
 }
 
-/// Number of connections with which each of three servers gets at least one. The probability that a server gets none is
-/// about 10^-7 (3 * (2/3)^40).
+/// Number of connections with which each of three servers almost certainly gets at least one. The probability that a
+/// server gets none is about 10^-7 (3 * (2/3)^40).
 pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
-/// Opens connections until each of these servers has enough, because random placement is uneven.
+/// Opens connections until each of these servers has enough. Random placement distributes the connections unevenly.
 pub fn open_connections_at_each_server(
     testbed: &Testbed,
     servers: &[u16],
@@ -77,7 +78,7 @@ pub fn open_connections_at_each_server(
     open_connections
 }
 
-/// Testbed with a fleet and stream servers. The fields are dropped in this order, the testbed last.
+/// Testbed with a fleet and stream servers. Fields are dropped in the order of their declaration, the testbed last.
 pub struct FleetTestEnv {
     pub fleet: Fleet,
     _stream_servers: StreamServerProcess,
@@ -95,8 +96,8 @@ impl FleetTestEnv {
         Self { fleet, _stream_servers: stream_servers, testbed }
     }
 
-    /// Asserts that load balancers have counted at most as many packets as the client has sent resets. A reset has no
-    /// cookie. The host sends a reset when a busy server repeats a segment after the connection's end.
+    /// Asserts that this counter of the load balancers is at most the number of resets that the client has sent. A
+    /// reset has no cookie. The host sends a reset when a busy server repeats a segment after the connection's end.
     pub fn assert_counts_only_resets(&self, counter: &str) {
         let counted_packet_count = self.sum_counter(counter);
         let sent_reset_count = counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpOutRsts"];
@@ -106,12 +107,12 @@ impl FleetTestEnv {
         );
     }
 
-    /// Starts a client that opens connections at the given rate until [`assert_streams_unbroken`] ends the client.
+    /// Starts a stream client that opens connections at the given rate until [`assert_streams_unbroken`] ends it.
     pub fn start_streams(&self, connections_per_second: f64) -> StreamClientProcess {
         self.testbed.start_stream_client(&StreamWorkload::endless(connections_per_second), None).unwrap()
     }
 
-    /// Sets a server's state in the controller's file, or removes the server if it is `None`. Returns when every
+    /// Sets a server's state in the controller's file, or removes the server if `state` is `None`. Returns after every
     /// component has confirmed the change, because a connection need not survive two changes at once.
     pub fn set_admin_state(&mut self, server: u16, state: Option<ServerAdminState>) {
         let query_generation =
@@ -147,20 +148,20 @@ impl FleetTestEnv {
         balancer.and_then(|balancer| balancer["state"]["counters"][counter].as_u64()).unwrap_or(0)
     }
 
-    /// Returns the sum of a counter over all load balancers that exist.
+    /// Returns the sum of a counter over all existing load balancers.
     pub fn sum_counter(&self, counter: &str) -> u64 {
         let lb_numbers = self.testbed.load_balancer_numbers();
         lb_numbers.into_iter().map(|number| self.query_load_balancer_counter(&format!("lb{number}"), counter)).sum()
     }
 
-    /// Runs `coreward ARGUMENTS` against this testbed's controller and returns the output.
+    /// Runs `coreward` with these arguments against this testbed's controller, and returns the output.
     pub fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let command = build_operator_command(&self.testbed, arguments)?;
         Ok(String::from_utf8(self.testbed.run_command(self.testbed.controller(), command)?.stdout)?)
     }
 }
 
-/// Runs a command line without quotes in a namespace, and returns its output.
+/// Runs a command line in a namespace, and returns its output. Quotes are not supported.
 pub fn run_command_line(testbed: &Testbed, namespace: &NetworkNamespace, command: &str) -> String {
     let command_words: Vec<&str> = command.split_whitespace().collect();
     let mut program_command = Command::new(command_words[0]);
@@ -196,7 +197,7 @@ pub fn wait_until_configuration_in_force(fleet: &Fleet, testbed: &Testbed) {
     });
 }
 
-/// Returns the time from `start_time` to the next line that contains `log_words` in a load balancer's log, or `None` if
+/// Returns the time from `start_time` to the next line with `log_words` in a load balancer's log, or `None` if
 /// there is no such line yet.
 pub fn measure_duration_until_logged(
     testbed: &Testbed,
@@ -212,8 +213,8 @@ pub fn measure_duration_until_logged(
     line_times.filter_map(|time| time.duration_since(start_time).ok()).min()
 }
 
-/// Asserts that every load balancer masks the server `name` of service `web0` within `limit` after its end at
-/// `stop_time`.
+/// Asserts that every load balancer masks the server `name` of service `web0` at most `limit` after the server stopped
+/// at `stop_time`.
 pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, stop_time: SystemTime) {
     let log_words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
     for balancer in testbed.load_balancer_numbers() {
@@ -236,8 +237,8 @@ pub fn assert_eventually(limit: Duration, description: &str, mut is_satisfied: i
     }
 }
 
-/// Ends a stream client after its connections have experienced the last change, and returns its report. Asserts that
-/// there were many connections, and that none broke or stalled.
+/// Ends a stream client after the last change has affected its connections, and returns its report. Asserts that there
+/// were many connections, and that none broke or stalled.
 pub fn assert_streams_unbroken(client: StreamClientProcess) -> StreamReport {
     sleep_ms(2_000);
     let report = client.terminate_and_report(*DEFAULT_TIMEOUT).unwrap();
@@ -262,7 +263,7 @@ pub fn read_effective_capabilities(pid: u32) -> u64 {
     u64::from_str_radix(&process_status_field(pid, "CapEff:"), 16).unwrap()
 }
 
-/// Returns the capabilities that a daemon retains, as a bit mask.
+/// Returns the capabilities that a daemon retains after its start, as a bit mask.
 pub fn retained_capability_mask(daemon: Component) -> u64 {
     to_capability_mask(drop_capabilities::retained_capabilities(daemon).iter().copied())
 }

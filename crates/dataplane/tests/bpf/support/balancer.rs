@@ -74,8 +74,8 @@ pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<Serv
     table.previous_consistent_servers.get(bucket as usize).copied().flatten()
 }
 
-/// Returns `options` with a fixed connection hash key unless it has one. With random keys, each run of a test would
-/// have other hash collisions.
+/// Returns `options` with a fixed connection hash key, unless they already contain a key. With random keys, each run of
+/// a test would have other hash collisions.
 fn with_fixed_connection_key(options: LoadBalancerOptions) -> LoadBalancerOptions {
     let fixed_key = CookieKey { k0: 0x5d3c_91ab, k1: 0x0f1e_77c9 };
     LoadBalancerOptions { connection_hash_key: options.connection_hash_key.or(Some(fixed_key)), ..options }

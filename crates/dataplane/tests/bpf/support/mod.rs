@@ -295,7 +295,7 @@ pub fn tcp_header_offset(frame: &[u8]) -> usize {
 }
 
 /// Returns the length in bytes of the IPv6 extension header with protocol number `number`, whose second byte is
-/// `length_byte`. Returns `None` if `number` is no extension header's.
+/// `length_byte`. Returns `None` if no extension header has this number.
 fn extension_header_length_bytes(number: u8, length_byte: Option<&u8>) -> Option<usize> {
     let length_field = usize::from(*length_byte?);
     match number {

@@ -186,7 +186,7 @@ impl PacketSniffer {
         self.collect_frames_until_processed(env).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
-    /// Returns the first 160 bytes of each packet of the address family that was received since the last call.
+    /// Returns the first 160 bytes of each packet of the sniffer's family that was received since the last call.
     pub fn receive_frames_of_family(&self) -> Vec<Vec<u8>> {
         self.receive_frames().into_iter().filter(|frame| is_of_family(self.family, frame)).collect()
     }
@@ -202,8 +202,8 @@ impl PacketSniffer {
     }
 
     /// Waits until the server has processed all packets sent so far and its replies have arrived. Returns the first 160
-    /// bytes of each packet received until then. To detect this, sends an ARP request after the packets. As there is
-    /// one CPU, it is answered after all replies.
+    /// bytes of each packet received until then. To detect this, sends an ARP request after the packets. On a single
+    /// CPU, the server answers it last.
     pub fn collect_frames_until_processed(&self, env: &ServerTestEnv) -> Vec<Vec<u8>> {
         static ARP_REQUEST_COUNT: AtomicU32 = AtomicU32::new(0);
         let request_number = ARP_REQUEST_COUNT.fetch_add(1, Ordering::Relaxed).to_be_bytes();

@@ -5,7 +5,7 @@ use coreward_model::health::{CertificateVerification, HealthProbe, HttpStatusRan
 
 use crate::config::{FleetConfig, ServiceConfig};
 
-/// Certificate of a certificate authority in PEM. It is self-signed, and for no host.
+/// Certificate of a certificate authority in PEM. It is self-signed and contains no host name.
 const AUTHORITY_PEM: &str = include_str!("authority.pem");
 
 fn parse_service_with_keys(keys: &str) -> Result<ServiceConfig, String> {

@@ -14,12 +14,12 @@ use crate::namespace;
 use crate::xdp::runner::{PacketGenerator, PacketRunner, PacketVariation};
 use crate::xdp::workload::{XDP_TX, syn_frame_template};
 
-/// Number of SYNs between two checks of the stop flag, which take about 1 ms.
+/// Number of SYNs between two checks of the stop flag. Sending them takes about 1 ms.
 const SYNS_PER_BATCH: u32 = 1 << 13;
 
 /// Command to the flooding thread, which has a CPU of its own.
 pub enum FlooderCommand {
-    /// Send SYNs through the empty program, so that the CPU does the same work without the load balancer.
+    /// Send SYNs through the empty program, so that the CPU does the same work except that of the load balancer.
     SynsThroughEmptyProgram,
     /// Send SYNs through this XDP program.
     SynsThroughProgram(OwnedFd),

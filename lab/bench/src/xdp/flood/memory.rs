@@ -19,7 +19,7 @@ pub struct BpfMapMemory {
 }
 
 impl BpfMapMemory {
-    /// Reads the memory of a program's maps. Fails when the kernel does not report it.
+    /// Reads the kernel memory and entries of a program's maps. Fails when the kernel does not report them.
     pub fn read_for_program(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let program_id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let mut program_infos = ProgInfoIter::with_query_opts(ProgInfoQueryOptions::default().include_map_ids(true));

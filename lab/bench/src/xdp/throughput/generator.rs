@@ -19,7 +19,7 @@ mod skeleton {
 
 use skeleton::LiveFramesSkelBuilder;
 
-/// Number of packets in the memory from which generate() reads them.
+/// Number of packets in the memory from which the BPF function generate() reads them.
 pub const LIVE_PACKET_COUNT: usize = 1 << 17;
 const MAX_FRAME_BYTES: usize = 80;
 
@@ -61,8 +61,8 @@ pub struct GeneratedTraffic<'a> {
 }
 
 impl FrameGenerator {
-    /// Creates a generator that sends `traffic` into the wire and receives the returned frames. Attaches the baseline
-    /// program `baseline`, if any, to the tested end. Fails without the capabilities to load BPF programs.
+    /// Creates a generator that sends `traffic` through the veth pair and receives the returned frames. Attaches the
+    /// baseline program `baseline`, if any, to the tested end. Fails without the capabilities to load BPF programs.
     pub fn new(
         veth_pair: &VethPair,
         traffic: &GeneratedTraffic<'_>,

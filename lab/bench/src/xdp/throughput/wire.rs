@@ -20,16 +20,16 @@ pub struct VethPair {
     pub tested_end: String,
 }
 
-/// Number of a device's received frames, and CPU time of its NAPI thread, since their creation.
+/// Number of frames that a device has received and CPU time of its NAPI thread, both since their creation.
 #[derive(Debug, Clone, Copy)]
 pub struct NapiUsage {
     pub received_frames: u64,
-    /// CPU time that the thread has used (ns).
+    /// CPU time that the NAPI thread has used (ns).
     pub cpu_ns: u64,
 }
 
 impl NapiUsage {
-    /// Returns the frames and the CPU time since `earlier_usage`.
+    /// Returns the received frames and the used CPU time since `earlier_usage`.
     pub fn difference_since(self, earlier_usage: Self) -> Self {
         Self {
             received_frames: self.received_frames - earlier_usage.received_frames,
@@ -67,7 +67,7 @@ impl VethPair {
     }
 }
 
-/// NAPI thread of a device that has an XDP program.
+/// NAPI thread of a network device that has an XDP program.
 pub struct NapiThread {
     device_name: String,
     thread_id: Pid,
@@ -85,8 +85,8 @@ impl NapiThread {
         Ok(Self { device_name: device.to_owned(), thread_id })
     }
 
-    /// Waits until the thread sleeps, because it has received all frames, and returns its usage. Fails when the thread
-    /// or the device is gone.
+    /// Waits until the thread sleeps, because it has processed all received frames, and returns its usage. Fails when
+    /// the thread or the device is gone.
     pub fn wait_for_idle_usage(&self) -> anyhow::Result<NapiUsage> {
         while self.read_thread_state()? != "S" {
             std::thread::sleep(Duration::from_micros(100));

@@ -10,7 +10,7 @@ fn build_curve(label: &str, points: &[(f64, [f64; 3])]) -> FigureCurve {
     FigureCurve { label: label.into(), cells: points.iter().map(make_cell).collect(), published: Vec::new() }
 }
 
-/// Returns a table with two panels, in the first of which curve `b` is 1.5 to 2 times as high as curve `a`.
+/// Returns a table with two panels. In the first panel, curve `b` is 1.5 to 2 times as high as curve `a`.
 fn build_two_panel_table() -> FigureTable {
     let first_panel_curves = vec![
         build_curve("a", &[(1.0, [2.0, 1.9, 2.1]), (2.0, [4.0, 4.0, 4.0]), (3.0, [8.0, 7.0, 9.0])]),

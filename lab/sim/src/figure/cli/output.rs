@@ -22,7 +22,8 @@ impl FigureOutputDirectory {
         Ok(Self { path: path.to_owned(), paper_scenarios })
     }
 
-    /// Returns the figure that an earlier run stored, if its JSON file is complete and that run had the same inputs.
+    /// Returns the figure that an earlier run has stored, if its JSON file is complete and it was produced from the
+    /// same inputs.
     fn load_stored_result(&self, name: &str, provenance: &FigureProvenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
@@ -45,8 +46,8 @@ impl FigureOutputDirectory {
         write_atomically(&self.path, "index.html", &page::render_page(&self.merge_with_earlier_figures(all_figures)))
     }
 
-    /// Returns the figures of this run together with the papers' figures that an earlier run of this version stored.
-    /// They are in the papers' order, followed by the user's own scenarios.
+    /// Returns the figures of this run, and the papers' figures that earlier runs with the same inputs have stored. The
+    /// papers' figures come first, then those of the user's own scenarios.
     fn merge_with_earlier_figures(
         &self,
         new_figures: &[(FigureResult, FigureScenario)],
@@ -70,8 +71,8 @@ impl FigureOutputDirectory {
         let failing_claim_count = claim_count - holding_claim_count;
         let page_path = self.path.join("index.html");
         format!(
-            "figures: {}; statements: {claim_count}, of which {holding_claim_count} hold and \
-             {failing_claim_count} do not hold here; {}\n",
+            "figures: {}; statements: {claim_count}, of which {holding_claim_count} hold and {failing_claim_count} do \
+             not hold here; {}\n",
             figures.len(),
             page_path.display()
         )

@@ -93,7 +93,7 @@ impl FigureSession {
         table
     }
 
-    /// Runs `write`, which writes the files of a figure, and delays any signal until it returns.
+    /// Runs `write`, which writes the files of a figure. Signals end the process only after `write` has returned.
     pub fn run_uninterrupted(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let _state = lock_state(&self.state);
         write()

@@ -14,7 +14,7 @@ pub type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 /// Half of a marker's width and height (pixels).
 const MARKER_RADIUS_PX: i32 = 4;
 
-/// Point of a text that is placed at the position given to [`draw_text`].
+/// Point of a text that [`draw_text`] places at the given position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TextAnchor {
     /// Middle of the text's left edge.
@@ -79,7 +79,7 @@ pub fn draw_marker(
     draw_line(area, outline, colour.stroke_width(2))
 }
 
-/// Draws a vertical line with caps at both ends, which shows the lowest and highest value over all seeds.
+/// Draws a vertical line with caps at both ends, from a point's lowest to its highest value over all seeds.
 pub fn draw_whisker(area: &SvgArea<'_>, x: i32, low_y: i32, high_y: i32, colour: RGBColor) -> DrawResult {
     if low_y == high_y {
         return Ok(());

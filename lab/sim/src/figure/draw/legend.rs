@@ -17,7 +17,7 @@ pub struct FigureLegend {
     series_entries: Vec<(usize, String, (i32, i32))>,
     /// Style of each series in the scenario, as [`FigureScenario::series_style`] returns it.
     series_styles: Vec<(usize, bool)>,
-    /// Lines of text below the entries, which explain the markers.
+    /// Lines of text below the entries that explain the markers.
     remark_lines: Vec<String>,
     row_count: i32,
 }

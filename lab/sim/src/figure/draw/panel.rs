@@ -21,7 +21,7 @@ const BOTTOM_MARGIN_PX: i32 = 62;
 const Y_LABEL_OFFSET_PX: i32 = 18;
 const REFERENCE_LINE_RIGHT_MARGIN_PX: i32 = 52;
 const BAR_HEADROOM_FRACTION: f64 = 0.1;
-/// Number of points above which a curve is a line with a band, and up to which it has markers with whiskers.
+/// Maximum number of points of a curve drawn with markers and whiskers. A curve with more points is a line with a band.
 const MAX_MARKER_POINTS: usize = 40;
 /// Gap between two groups of bars, as a fraction of a group's width.
 const GROUP_GAP_FRACTION: f64 = 0.2;
@@ -44,10 +44,10 @@ pub struct PanelFrame<'a> {
 /// Bar of a panel, with its value and its style.
 struct PanelBar {
     bar_value: f64,
-    /// Lowest and highest value, between which a whisker is drawn on the bar.
+    /// Lowest and highest value over the seeds, between which a whisker is drawn on the bar.
     value_range: Option<(f64, f64)>,
     series_index: usize,
-    /// Whether only the bar's outline is drawn.
+    /// Whether the bar is drawn as an outline instead of a filled area.
     is_outline_only: bool,
 }
 

@@ -20,7 +20,7 @@ pub const TEXT_COLOUR: RGBColor = RGBColor(40, 40, 40);
 pub const GRID_COLOUR: RGBColor = RGBColor(225, 225, 225);
 pub const REFERENCE_LINE_COLOUR: RGBColor = RGBColor(110, 110, 110);
 
-/// Font size of titles, in units of the `plotters` crate, which divides them by 1.24 in the SVG.
+/// Font size of titles, as passed to the `plotters` crate, which divides it by 1.24 in the SVG.
 pub const TITLE_FONT_SIZE_PX: u32 = 20;
 /// Font size of axis and legend labels, in the unit of [`TITLE_FONT_SIZE_PX`].
 pub const TEXT_FONT_SIZE_PX: u32 = 17;

@@ -43,7 +43,7 @@ pub enum ScenarioParameterError {
     RejectedConfig(String),
 }
 
-/// Returns the name by which scenario files refer to an enum variant.
+/// Returns the name of an enum variant in scenario files.
 fn variant_name(variant: &impl std::fmt::Debug) -> String {
     let debug_name = format!("{variant:?}");
     let kebab_case_parts = debug_name.char_indices().map(|(index, letter)| match letter {
@@ -53,7 +53,7 @@ fn variant_name(variant: &impl std::fmt::Debug) -> String {
     kebab_case_parts.collect()
 }
 
-/// Parameter that is parsed from the same text as on the command line.
+/// Parameter that has the same text form in scenario files as on the command line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParsedTextParameter<T>(pub T);
 
@@ -64,7 +64,7 @@ impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for ParsedTextPar
     }
 }
 
-/// Parameter whose value is one of a few named choices, as on the command line.
+/// Parameter whose value is one of a few names, the same in scenario files as on the command line.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct NamedChoiceParameter<T>(pub T);
 
@@ -87,7 +87,7 @@ macro_rules! parameters {
         pub struct $name { $($(#[$field_about])* pub $field: Option<$type>,)* }
 
         impl $name {
-            /// Returns a copy of these parameters in which those that `over` sets have its values.
+            /// Returns a copy of these parameters, in which each parameter that `over` sets has the value from `over`.
             pub fn overridden_by(&self, over: Option<&Self>) -> Self {
                 let Some(over) = over else { return self.clone() };
                 Self { $($field: over.$field.clone().or_else(|| self.$field.clone()),)* }

@@ -223,7 +223,7 @@ fn check_quantity(
     check_claimed_x(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
-/// Checks that all panels of the claim have the same metric, and that the claimed x is one of the simulated points.
+/// Checks that all panels of the claim show the same metric, and that `at` is one of their x values.
 fn check_claimed_x(
     scenario: &FigureScenario,
     claim: &Assertion,

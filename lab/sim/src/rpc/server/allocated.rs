@@ -35,7 +35,7 @@ pub struct RingLeaderServer {
 const EPOCHS_WITHOUT_WAITING_REQUESTS: u32 = 4;
 
 impl RingLeaderServer {
-    /// Creates a server with `cores` cores. Those beyond the number in `core_allocator` serve no requests. Load
+    /// Creates a server with `cores` cores. Cores beyond the number in `core_allocator` serve no requests. Load
     /// monitors check every `check_interval`, and `latency` is the one-way latency between NIC and cores.
     pub fn new(
         mut server: PriorityNicServer,

@@ -13,7 +13,7 @@ use crate::rpc::ticks::Tick;
 pub struct GroupedFcfsDispatcher {
     interface_latency: Tick,
     cores_per_group: u16,
-    /// Times from which the cores are idle, in one tree per group.
+    /// Time from which each core is idle, in one tree for each group of cores.
     core_idle_from_times: Vec<TournamentTree<Tick>>,
 }
 

@@ -71,7 +71,7 @@ pub trait ResponseSink {
     fn handle_response(&mut self, response: &SimulatedResponse);
 }
 
-/// Interface between a server and the simulation that it is part of.
+/// Interface of a simulated server, which the simulation around it calls.
 pub trait QueueingServer<S: ResponseSink> {
     /// Processes all of the server's events up to and including the time `end_time`.
     fn advance(&mut self, end_time: Tick, sink: &mut S);
@@ -79,7 +79,7 @@ pub trait QueueingServer<S: ResponseSink> {
     /// Adds a request that arrives at the NIC. All events up to `request.arrived_at` must have been processed.
     fn add_request(&mut self, request: SimulatedRequest);
 
-    /// Returns the number of requests that have arrived and whose responses have not left the NIC yet.
+    /// Returns the number of requests that have arrived, but whose responses have not left the NIC yet.
     fn outstanding_count(&self) -> u64;
 
     /// Returns each core's busy time until `now`. All events up to `now` must have been processed.

@@ -21,7 +21,8 @@ pub struct PriorityCores {
 #[derive(Debug, Clone)]
 struct PriorityCore {
     running_job: Option<PriorityJob>,
-    /// Time at which the running job was last started or continued, after any switch of services.
+    /// Time at which the running job was last started or continued. If the core had to switch services, this is the end
+    /// of the switch.
     started_at: Tick,
     last_service: u8,
     /// Waiting jobs of each service, by priority.

@@ -11,7 +11,8 @@ use crate::rpc::ticks::{NEVER, Tick};
 pub trait QueueDiscipline {
     fn handle_arrival(&mut self, now: Tick, core: u16, request: SimulatedRequest, timers: &mut TournamentTree<Tick>);
 
-    /// Processes a core's timer, which has been cleared. Returns the request that the core has finished, if any.
+    /// Processes the expiry of a core's timer, which the caller has cleared. Returns the request that the core has
+    /// finished, if any.
     fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<SimulatedRequest>;
 
     /// Returns each core's busy time until `now`.

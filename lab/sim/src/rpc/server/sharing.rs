@@ -8,8 +8,8 @@ use super::delay::DelayLine;
 use super::{ServerCores, SimulatedRequest, SimulatedResponse};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// Cores that are shared equally. If there are n requests and k cores, each request receives min(1, k/n) cores at no
-/// cost. (Turbo, HPCA'23, Sect. VII-F, instead switches requests every 10 ns.)
+/// Cores that all requests share equally. If there are n requests and k cores, each request receives min(1, k/n) cores
+/// at no cost. (Turbo, HPCA'23, Sect. VII-F, instead switches requests every 10 ns.)
 ///
 /// Virtual time advances at the rate at which each request is served. A request ends when virtual time has advanced by
 /// its work. Later arrivals therefore do not change its virtual end time (Demers, Keshav and Shenker, SIGCOMM'89). A
@@ -82,7 +82,8 @@ impl ProcessorSharingCores {
         (now - self.updated_at) * self.core_count.min(self.jobs.len() as u64)
     }
 
-    /// Updates the rate of virtual time and the next end after the number of jobs has changed.
+    /// Updates the rate of virtual time and the time at which the next job ends. Must be called when the number of jobs
+    /// changes.
     fn update_virtual_time_rate(&mut self) {
         let job_count = self.jobs.len() as u128;
         self.virtual_time_per_tick = if job_count <= u128::from(self.core_count) {

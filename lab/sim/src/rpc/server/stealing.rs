@@ -8,8 +8,8 @@ use super::SimulatedRequest;
 use super::queued::QueueDiscipline;
 use crate::rpc::ticks::Tick;
 
-/// Cores that serve their own queues in order of arrival. An idle core steals a waiting request from another core, and
-/// a stolen request takes `stealing_cost` longer.
+/// Cores, each of which serves its own queue in order of arrival. An idle core steals a waiting request from another
+/// core, and a stolen request takes `stealing_cost` longer.
 #[derive(Debug)]
 pub struct StealingCores {
     stealing_cost: Tick,

@@ -1,12 +1,12 @@
 //! Errors that occur when a capture file is read.
 
 /// Maximum time by which a packet's time stamp may precede that of the packet before (ns). The packet then gets the
-/// time of the packet before. Captures are slightly out of order because a NIC's queues are read in turn.
+/// earlier packet's time. Captures are slightly out of order because a NIC's queues are read in turn.
 pub const REORDER_TOLERANCE_NS: u64 = 10_000_000;
 
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {
-    /// The file does not begin like any known format.
+    /// The file's first bytes match no known format.
     #[error(
         "begins with {first_bytes:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) \
          or an arrival log of the demo"
@@ -49,13 +49,13 @@ pub enum CaptureError {
         packet_number: u64,
         error: std::io::Error,
     },
-    /// The capture has a link layer that is not supported.
+    /// The capture has an unsupported link layer.
     #[error(
         "link type {0}: expected Ethernet (1), raw IP (12, 14, 101, 228, 229), Linux cooked (113, 276) or BSD loopback \
          (0)"
     )]
     UnsupportedLinkType(u32),
-    /// Packets were captured with too small a snap length to contain the ports.
+    /// The capture's snap length is too small to include the packets' ports.
     #[error(
         "packet {packet_number} was captured up to byte {captured_bytes} of {wire_bytes}: its ports are behind; \
          expected a snap length of at least {min_snap_length} bytes (64 is enough for most, 96 for nearly all)"
@@ -66,7 +66,7 @@ pub enum CaptureError {
         captured_bytes: u32,
         /// Length of the packet on the wire (bytes).
         wire_bytes: u32,
-        /// Offset at which the ports end in a packet without options (bytes).
+        /// Smallest snap length that includes the ports of a packet without options (bytes).
         min_snap_length: u32,
     },
     /// A packet's time stamp is much earlier than that of a packet before it.
@@ -81,7 +81,7 @@ pub enum CaptureError {
         packet_number: u64,
         /// Time stamp of the packet (s since 1970).
         time_s: f64,
-        /// Latest time stamp of all packets before it (s since 1970).
+        /// Latest time stamp of all earlier packets (s since 1970).
         previous_s: f64,
     },
 }

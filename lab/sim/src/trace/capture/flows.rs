@@ -21,14 +21,14 @@ const CLOSING_FLOW_TIMEOUT_NS: u64 = 2_000_000_000;
 
 /// Key of an IPv4 flow, composed of its addresses, ports and protocol.
 type Ipv4FlowKey = u128;
-/// Key of an IPv6 flow. Its first part has the addresses, and its second part has the ports and the protocol.
+/// Key of an IPv6 flow. The first part holds the addresses, and the second the ports and the protocol.
 type Ipv6FlowKey = ([u8; 32], u64);
 
 #[derive(Debug, Clone, Copy)]
 enum FlowKey {
     V4(Ipv4FlowKey),
     V6(Ipv6FlowKey),
-    /// The flow number is not in use.
+    /// No flow has this number at present.
     Unused,
 }
 
@@ -44,8 +44,8 @@ pub struct FlowTracker {
     ipv4_flow_numbers: HashMap<Ipv4FlowKey, u32, FixedState>,
     ipv6_flow_numbers: HashMap<Ipv6FlowKey, u32, FixedState>,
     flows: Vec<FlowState>,
-    /// Keys of the flows, indexed by flow number. They are separate because every packet accesses `flows` but not the
-    /// keys.
+    /// Keys of the flows, indexed by flow number. They are in a separate vector because every packet accesses `flows`
+    /// but not the keys.
     flow_keys: Vec<FlowKey>,
     free_flow_numbers: Vec<u32>,
     idle_timeout_ns: u64,
@@ -175,7 +175,7 @@ impl FlowTracker {
     }
 }
 
-/// Returns the 4-tuple of a flow, in which the client is the sender of the flow's packets.
+/// Returns the 4-tuple of the flow with this key. The client is the sender of the flow's packets.
 fn flow_key_to_tuple(key: &FlowKey) -> FourTuple {
     let split_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
     match key {

@@ -57,7 +57,7 @@ impl LinkType {
         }
     }
 
-    /// Returns the smallest captured length that includes the ports of an IPv4 packet without options (bytes).
+    /// Returns the smallest captured length (bytes) that includes the ports of an IPv4 packet without options.
     pub fn min_snap_length(self) -> u32 {
         self.link_header_length() as u32 + 24
     }
@@ -80,7 +80,7 @@ pub enum PacketSkipReason {
 }
 
 impl PacketSkipReason {
-    /// All reasons in the order of their declaration.
+    /// All reasons for skipping a packet, in the order of their declaration.
     pub const ALL: [PacketSkipReason; 6] = [
         PacketSkipReason::NotIp,
         PacketSkipReason::OtherProtocol,
@@ -103,7 +103,7 @@ impl PacketSkipReason {
     }
 }
 
-/// Source and destination address of a packet.
+/// Source and destination addresses of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AddressPair {
     /// IPv4 addresses, with the source in the upper half.
@@ -116,7 +116,7 @@ pub enum AddressPair {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParsedHeaders {
     pub addresses: AddressPair,
-    /// Source and destination port, with the source in the upper half.
+    /// Source and destination ports, with the source port in the upper 16 bits.
     pub port_pair: u32,
     /// IP protocol number, which is 6 (TCP) or 17 (UDP).
     pub ip_protocol: u8,
@@ -126,13 +126,13 @@ pub struct ParsedHeaders {
 
 const ETHERTYPE_IPV4: u16 = 0x0800;
 const ETHERTYPE_IPV6: u16 = 0x86dd;
-/// EtherTypes of VLAN tags, which are 802.1Q, 802.1ad and the earlier value of QinQ.
+/// EtherTypes of VLAN tags: those of 802.1Q and 802.1ad, and the value that QinQ used earlier.
 const ETHERTYPES_VLAN: [u16; 3] = [0x8100, 0x88a8, 0x9100];
 
 const IP_PROTOCOL_TCP: u8 = 6;
 const IP_PROTOCOL_UDP: u8 = 17;
 
-/// Returns the addresses, ports and flags of a packet. Fails when the packet has no ports or they were not captured.
+/// Returns a packet's addresses, ports and flags. Fails when the packet has no ports, or was captured without them.
 #[inline]
 pub fn parse_headers(link_type: LinkType, data: &[u8]) -> Result<ParsedHeaders, PacketSkipReason> {
     match link_type {
@@ -153,7 +153,7 @@ fn read_be_u16(data: &[u8], offset: usize) -> Option<u16> {
     Some(u16::from_be_bytes(data.get(offset..offset + 2)?.try_into().ok()?))
 }
 
-/// Parses a packet, beginning at its EtherType. There may be any number of VLAN tags.
+/// Parses a packet whose first EtherType is at `offset`. Any number of VLAN tags may follow.
 #[inline]
 fn parse_from_ethertype(data: &[u8], mut offset: usize) -> Result<ParsedHeaders, PacketSkipReason> {
     loop {

@@ -54,8 +54,8 @@ pub struct OpenedTraceFile {
     pub format: TraceFileFormat,
 }
 
-/// Opens a file and decompresses it, several times if it was compressed repeatedly. Fails when it cannot be read, or is
-/// neither a capture nor an arrival log.
+/// Opens a trace file, and decompresses it if it is compressed (once only). Fails when it cannot be read, or is neither
+/// a capture nor an arrival log.
 pub fn open_trace_file(path: &Path) -> Result<OpenedTraceFile, TraceError> {
     let path_to_text = || path.display().to_string();
     let to_file_error = |error| TraceError::File { path: path_to_text(), error };
@@ -100,7 +100,7 @@ struct ZstdReader {
 }
 
 impl ZstdReader {
-    /// Starts the next frame after skipping any skippable ones. Returns whether there is a next frame.
+    /// Starts the next frame, after skippable frames if any. Returns whether there is a next frame.
     fn start_next_frame(&mut self) -> io::Result<bool> {
         loop {
             if io::BufRead::fill_buf(&mut self.source)?.is_empty() {

@@ -41,8 +41,8 @@ pub struct CaptureReadOptions {
 }
 
 impl Default for CaptureReadOptions {
-    /// Returns options with an idle timeout of 60 s. Applications rarely pause longer, and memory is only needed for
-    /// one minute.
+    /// Returns options with an idle timeout of 60 s. Applications rarely pause longer, and flows then use memory for at
+    /// most one minute after their last packet.
     fn default() -> Self {
         Self { idle_timeout_ns: 60_000_000_000 }
     }
@@ -59,7 +59,7 @@ pub struct CaptureTrace {
 }
 
 impl CaptureTrace {
-    /// Starts a thread that reads the capture. Later errors name `path`.
+    /// Starts a thread that reads the capture. Errors during reading name `path`.
     pub fn start_reading(input: OpenedTraceFile, path: &Path, options: CaptureReadOptions) -> Self {
         let path_text = path.display().to_string();
         let (filled_batch_sender, filled_batches) = sync_channel(RECORD_BATCH_COUNT);

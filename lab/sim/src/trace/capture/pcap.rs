@@ -11,7 +11,7 @@ use super::headers::LinkType;
 use super::input::BoxedReader;
 use super::records::{CapturedFrame, FrameParser, ReadStopReason};
 
-/// Maximum number of bytes in each read. They fit into a core's second-level cache together with the parsed records.
+/// Maximum number of bytes per read. This many bytes and their parsed records fit into a core's second-level cache.
 const READ_CHUNK_BYTES: usize = 512 * 1024;
 const FILE_HEADER_BYTES: usize = 24;
 const RECORD_HEADER_BYTES: usize = 16;
@@ -22,7 +22,7 @@ const MAX_RECORD_BYTES: u32 = 262_144;
 #[derive(Clone, Copy)]
 struct PcapEncoding {
     is_big_endian: bool,
-    /// Unit in which time stamps count the fraction of a second (ns).
+    /// Duration of one unit in the fractional part of time stamps (ns).
     fraction_unit_ns: u64,
 }
 
@@ -33,7 +33,7 @@ impl PcapEncoding {
     }
 }
 
-/// Reads a whole file and passes its frames to `frame_parser`. An error names the fault and its position.
+/// Reads a whole pcap file and passes its frames to `frame_parser`. An error names the fault and its position.
 pub fn read_capture(mut reader: BoxedReader, frame_parser: &mut FrameParser) -> Result<(), ReadStopReason> {
     let mut header = [0; FILE_HEADER_BYTES];
     fill_buffer(&mut reader, &mut header, frame_parser)?;

@@ -15,7 +15,7 @@ const INITIAL_BUFFER_BYTES: usize = 1 << 20;
 const MAX_BLOCK_BYTES: usize = 1 << 25;
 
 /// Reader that fills the whole buffer in each read, because the library needs a file's first block in its first read.
-/// For a truncated compressed file, it signals a normal end of file.
+/// Signals a normal end of file at the point where a compressed file is truncated.
 struct FullBufferReader(BoxedReader);
 
 impl Read for FullBufferReader {
@@ -40,15 +40,16 @@ struct CaptureInterface {
     time_offset_s: i64,
 }
 
-/// Returns the ticks per second that the option if_tsresol specifies. This is a power of 10, or of 2 if the uppermost
-/// bit is set (which the library does not support). The largest supported value is 10^38.
+/// Returns the number of ticks per second that the option if_tsresol specifies. It is a power of 10, or of 2 if the
+/// uppermost bit is set (which the library does not support). The largest supported value is 10^38.
 fn timestamp_ticks_per_s(if_tsresol: u8) -> i128 {
     let exponent = u32::from(if_tsresol & 0x7f);
     if if_tsresol & 0x80 == 0 { 10i128.pow(exponent.min(38)) } else { 1 << exponent.min(126) }
 }
 
 impl CaptureInterface {
-    /// Converts a time stamp to ns since 1970. Returns `None` if it is before 1970, or more than 500 years after.
+    /// Converts an interface's time stamp to ns since 1970. Returns `None` if it is before 1970, or more than 500 years
+    /// after.
     fn time_ns(&self, ticks_high: u32, ticks_low: u32) -> Option<u64> {
         let ticks = i128::from(u64::from(ticks_high) << 32 | u64::from(ticks_low));
         let ns = ticks * 1_000_000_000 / self.ticks_per_s + i128::from(self.time_offset_s) * 1_000_000_000;
@@ -56,7 +57,7 @@ impl CaptureInterface {
     }
 }
 
-/// Reads a whole file and passes its frames to `frame_parser`. An error names the fault and its position.
+/// Reads a whole pcapng file and passes its frames to `frame_parser`. An error names the fault and its position.
 pub fn read_capture(reader: BoxedReader, frame_parser: &mut FrameParser) -> Result<(), ReadStopReason> {
     let mut block_reader = match PcapNGReader::new(INITIAL_BUFFER_BYTES, FullBufferReader(reader)) {
         Ok(file) => file,

@@ -7,7 +7,7 @@ use super::headers::{self, AddressPair, FLAG_IPV6_ADDRESSES, LinkType, PacketSki
 
 const PACKETS_PER_BATCH: usize = 32_768;
 
-/// Number of packets cut off before their ports above which reading stops, unless more packets have ports.
+/// Maximum number of packets cut off before their ports. Beyond it, reading stops unless more packets have ports.
 const MAX_TOLERATED_CUT_OFF_PACKETS: u64 = 100;
 
 /// Reason why reading stopped before the end of the file.
@@ -33,7 +33,7 @@ pub struct PacketRecord {
     /// Source and destination address of an IPv4 packet, or the index of an IPv6 packet in
     /// [`PacketRecordBatch::ipv6_addresses`].
     pub addresses_or_index: u64,
-    /// Source and destination port, with the source in the upper half.
+    /// Source and destination ports, with the source port in the upper 16 bits.
     pub port_pair: u32,
     /// Length of the packet on the wire (bytes), at most 65,535.
     pub wire_bytes: u16,
@@ -81,7 +81,7 @@ pub struct CapturedFrame<'a> {
     pub data: &'a [u8],
 }
 
-/// Parser of frames, which sends batches of records to the thread that uses them.
+/// Parser of captured frames, which sends batches of packet records to the thread that uses the packets.
 pub struct FrameParser {
     filled_batches: SyncSender<PacketRecordBatch>,
     empty_batches: Receiver<PacketRecordBatch>,
@@ -114,7 +114,7 @@ impl FrameParser {
         self.packet_count
     }
 
-    /// Returns the error for a file that ends in the middle of the next packet.
+    /// Returns the error for a file that ends in the middle of a packet, after the packets read so far.
     pub fn build_truncation_error(&self) -> CaptureError {
         let last_ns = self.first_packet_ns.map_or(0, |first_ns| self.latest_packet_ns - first_ns);
         CaptureError::Truncated {
@@ -143,7 +143,7 @@ impl FrameParser {
     }
 
     /// Returns the packet's time since the first packet, but at least the time of the packet before. Fails when the
-    /// time stamp precedes that packet by more than the tolerance.
+    /// time stamp precedes the earlier packet's by more than the tolerance.
     #[inline]
     fn compute_ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, ReadStopReason> {
         let first_ns = *self.first_packet_ns.get_or_insert(time_ns);
@@ -191,8 +191,8 @@ impl FrameParser {
         if self.cut_off_packet_count > MAX_TOLERATED_CUT_OFF_PACKETS { self.check_cut_off_count() } else { Ok(()) }
     }
 
-    /// Fails if most packets so far have been cut off before their ports. A few packets, with long chains of IPv6
-    /// headers, are merely skipped.
+    /// Fails if most packets so far have been cut off before their ports. A few packets with long chains of IPv6
+    /// headers are merely skipped.
     fn check_cut_off_count(&mut self) -> Result<(), ReadStopReason> {
         if self.cut_off_packet_count > self.recorded_packet_count
             && let Some(error) = self.first_cut_off_error.take()
@@ -209,7 +209,7 @@ impl FrameParser {
         self.filled_batches.send(full_batch).map_err(|_| ReadStopReason::ReceiverClosed)
     }
 
-    /// Checks and sends the last batch at the end of the file.
+    /// Sends the last batch at the end of the file, after a check that enough packets have their ports.
     pub fn send_last_batch(mut self) -> Result<(), ReadStopReason> {
         self.check_cut_off_count()?;
         self.send_batch()

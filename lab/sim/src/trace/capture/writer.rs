@@ -10,11 +10,11 @@ use crate::trace::{FlowEvent, PacketBatch, Trace};
 /// Total length of the Ethernet, IPv4 and TCP headers, without options (bytes).
 const PACKET_HEADERS_BYTES: usize = 54;
 
-/// Writes all packets as a classic capture of TCP over IPv4 over Ethernet, and returns their number.
+/// Writes all packets of a trace as a classic pcap capture (Ethernet, IPv4, TCP), and returns their number.
 ///
 /// A flow's first packet has SYN and its last one FIN. Times are in nanoseconds, because microseconds would lose the
-/// order. Each packet is truncated to `snap_length` bytes (at least 54). A history has no packets and is omitted. Fails
-/// when the trace cannot be read or the capture cannot be written. Panics when a flow is IPv6.
+/// order. Each packet is truncated to `snap_length` bytes (at least 54). The history is omitted because it has no
+/// packets. Fails when the trace cannot be read or the capture cannot be written. Panics when a flow is IPv6.
 pub fn write_capture(trace: &mut dyn Trace, snap_length: usize, mut output: impl Write) -> io::Result<u64> {
     let snap_length = snap_length.max(PACKET_HEADERS_BYTES);
     let mut file_header = Vec::with_capacity(24);
