@@ -59,7 +59,8 @@ pub enum MessageRejection {
     #[error(
         "rack {rack:?} may not report for server {server:?}: expected {}its agent itself (`racks` in the fleet's \
          document)",
-        racks.iter().map(|rack| format!("rack {rack:?}, ")).collect::<String>() + if racks.is_empty() { "" } else { "or " }
+        racks.iter().map(|rack| format!("rack {rack:?}, ")).collect::<String>()
+            + if racks.is_empty() { "" } else { "or " }
     )]
     ForeignRack {
         server: String,

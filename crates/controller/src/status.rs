@@ -378,7 +378,8 @@ fn migration_warning(other: MigrationLoadBalancer) -> String {
     }
 }
 
-/// Returns a warning if there are more receive queues than cores. Queues without a core count with the average load.
+/// Returns a warning if there are more receive queues than cores. Each queue that has no core is assumed to have the
+/// average load.
 fn queue_count_warning(rss: &RssConfig, core_count: usize) -> Option<String> {
     let highest_queue = usize::from(*rss.indirection_table.queue_by_entry().iter().max()?);
     (highest_queue >= core_count)

@@ -136,8 +136,8 @@ pub struct LoadBalancerOptions {
     pub pin_directory: Option<PathBuf>,
     /// Rate limits of packets that are broadcast to every server.
     pub broadcast_limits: BroadcastLimitsByKind,
-    /// Number of flow table entries (16 bytes), for connections without a cookie: 1 to [`MAX_FLOW_TABLE_ENTRIES`]. It
-    /// is rounded up to sets of 8. A table taken over from an earlier process keeps its size.
+    /// Number of flow table entries (16 bytes each) for connections without a cookie: 1 to [`MAX_FLOW_TABLE_ENTRIES`].
+    /// It is rounded up to sets of 8. A table taken over from an earlier process keeps its size.
     pub flow_table_entry_count: u32,
     /// Clock from which the program restores the TCP timestamps of servers whose replies it stamps (LB-side stamping).
     pub lb_stamping_clock: LbStampingClock,

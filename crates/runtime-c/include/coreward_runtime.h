@@ -35,7 +35,7 @@
 struct coreward_allocator;
 
 /**
- * The core on which a handler runs, as the handler sees it.
+ * The core on which a handler runs, as passed to the handler.
  */
 struct coreward_context;
 
@@ -80,7 +80,8 @@ typedef ptrdiff_t (*coreward_handler)(const struct coreward_request *request,
  */
 struct coreward_serve_options {
   /**
-   * Allocator that acts on hints, between requests and at yield points. If null, hints only rearm their monitor.
+   * Allocator that acts on hints, between requests and at yield points. If it is null, a hint only rearms its load
+   * monitor.
    */
   const struct coreward_allocator *allocator;
   /**
@@ -101,7 +102,7 @@ struct coreward_serve_options {
    */
   uint64_t timer_ns;
   /**
-   * Maximum number of requests without a response in one LoadFeedback message (4).
+   * Maximum number of requests without a response that one LoadFeedback message reports as completed (4).
    */
   uint32_t feedback_batch;
 };
@@ -146,8 +147,8 @@ extern "C" {
 const char *coreward_last_error(void);
 
 /**
- * Creates an assignment of `cores` cores with one of the methods above. Each service keeps `reserved` cores for
- * itself. Returns null if the method is unknown.
+ * Creates an allocator for `cores` cores by the method `assignment`, such as COREWARD_HYBRID. Each service keeps
+ * `reserved` cores for itself. Returns null if the method is unknown.
  */
 struct coreward_allocator *coreward_allocator_new(int assignment,
                                                   uint16_t cores,
@@ -254,8 +255,8 @@ int coreward_enable_scale_up(struct coreward_worker *worker,
                              uint64_t epoch_ns);
 
 /**
- * Enables hints to scale a service down (EnableLoadMonitor). One is sent if at most `threshold` requests wait during
- * `calm_epochs` epochs of `epoch_ns`.
+ * Enables hints to scale a service down (EnableLoadMonitor). A hint is sent if at most `threshold` requests wait
+ * during `calm_epochs` epochs of `epoch_ns`.
  */
 int coreward_enable_scale_down(struct coreward_worker *worker,
                                uint8_t service,

@@ -115,7 +115,7 @@ fn measure_cpu_load(args: &CpuLoadBenchArgs) -> anyhow::Result<BenchReport> {
              NAPI thread. cpu_load.bpf.c measures `load`. /proc/stat has `not idle`, `stolen` and `sum` (of all \
              columns). `difference` is the distance of `load`, in percentage points, from the range `not idle` less \
              `stolen` to `not idle`. Without IRQ_TIME_ACCOUNTING the kernel samples all but idle time. Events are task \
-             switches, and begins and ends of interrupts and softirqs, of all CPUs. `program` is an event's time by \
+             switches, and starts and ends of interrupts and softirqs, on all CPUs. `program` is an event's time by \
              the kernel's run-time statistics, `empty` that of an empty program. Values are medians of {windows} \
              windows of {window_ms} ms."
         ),

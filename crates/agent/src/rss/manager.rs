@@ -134,7 +134,7 @@ impl RssManager {
                 interface = self.rss_device.interface_name(),
                 source,
                 %error,
-                "the agent cannot predict receive queues from the NIC's RSS settings: the server's mean load counts"
+                "the agent cannot predict the NIC's receive queues: policies use the mean load of the server's cores"
             );
             self.rss_problem = Some(rss_problem);
         }

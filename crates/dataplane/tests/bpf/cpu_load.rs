@@ -88,8 +88,8 @@ fn idle_time_is_not_counted_as_busy() {
     );
 }
 
-/// Asserts that the share of time in which a CPU was busy is close to the kernel's value. Of that value, `stolen_share`
-/// was stolen by the hypervisor.
+/// Asserts that the share of time in which a CPU was busy is close to the kernel's value. The kernel's value may
+/// include `stolen_share`, the time stolen by the hypervisor.
 fn expect_busy_share_near_kernel_value(busy_share: f64, kernel_busy_share: f64, stolen_share: f64) {
     assert!(
         busy_share > kernel_busy_share - stolen_share - 0.1,

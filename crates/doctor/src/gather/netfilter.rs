@@ -138,7 +138,7 @@ fn add_match_conditions(expression: &Value, conditions: &mut Vec<DestinationCond
     }
 }
 
-/// Adds a condition on the protocol. Omits protocols that services cannot use, so that they match no service.
+/// Adds a condition on a packet's protocol. Omits protocols other than TCP and UDP, which no service can have.
 fn add_protocol_condition(values: &[Value], conditions: &mut Vec<DestinationCondition>) {
     if values.iter().all(|value| value.is_string() || value.is_u64()) {
         conditions.push(DestinationCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));

@@ -225,8 +225,8 @@ fn to_http_probe(health: &HealthCheckTable) -> HttpProbe {
     }
 }
 
-/// Returns the reason why the service's servers cannot be checked at the VIP, or `None` if they can. The reason names
-/// the kind of service.
+/// Returns the reason why health checks cannot be sent to the service's VIP, or `None` if they can. The reason begins
+/// with the kind of service.
 fn reason_against_vip_check(mode: ServiceSettings, has_mixed_address_families: bool) -> Option<String> {
     if mode.timestamps == TimestampOrigin::LoadBalancer {
         let stamping_reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";

@@ -73,8 +73,9 @@ const FLOW_LENGTH_MIXTURE: [FlowLengthComponent; 10] = [
 const MAX_FLOW_SECONDS: f64 = 300.0;
 /// Maximum rate of a flow (packets/s).
 const MAX_RATE_PPS: f64 = 4_000.0;
-/// Median of the flows' rates (packets/s). The next constant is the standard deviation of the logarithm of the rates.
+/// Median of the flows' log-normal rates (packets/s).
 const MEDIAN_RATE_PPS: f64 = 150.0;
+/// Standard deviation of the natural logarithm of the flows' rates.
 const FLOW_RATE_LOG_SIGMA: f64 = 1.3;
 /// Maximum number of packets in a flow, which follows from the maximum duration and rate.
 const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE_PPS;

@@ -417,7 +417,7 @@ impl<'a> ChaosRun<'a> {
             std::thread::sleep(EVENT_POLL_INTERVAL);
         }
         self.recoveries.push(FleetRecovery {
-            start_s: self.run_start.elapsed().as_secs_f64(),
+            start_s: recovery_start.duration_since(self.run_start).as_secs_f64(),
             faults: kinds.iter().map(|kind| (*kind).to_owned()).collect(),
             duration_s: recovery_start.elapsed().as_secs_f64(),
             last_condition: last_unmet_condition,
