@@ -36,6 +36,7 @@ pub use names::{
     first_controller_address, rack_controller_listen_address,
 };
 pub use options::{CoreLoadSource, FleetOptions, ServerAdminState};
+pub(crate) use ready::as_array_or_empty;
 
 use daemons::start_daemon;
 use files::{

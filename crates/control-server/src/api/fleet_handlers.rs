@@ -187,31 +187,15 @@ mod tests {
     use tokio::sync::mpsc;
 
     use super::*;
-    use crate::config::ControllerConfig;
+    use crate::api::isolation_tests::open_controller;
     use crate::server::apply_change;
     use crate::server::controller_state::RecordChangeRequest;
-    use crate::server::leader_election::LeaderElection;
     use crate::server::state_manager::FleetStateManager;
-    use coreward_controller::Controller;
-    use coreward_listener::security::ListenerSecurity;
-    use coreward_store::FleetStore;
-    use coreward_store::embedded::EmbeddedStore;
 
     fn start_leading_api(
         state_directory: &std::path::Path,
     ) -> (ApiState, FleetStateManager, mpsc::Receiver<RecordChangeRequest>) {
-        let (path, store) = (state_directory.join("controller.toml"), state_directory.join("store"));
-        std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
-        let config = ControllerConfig::load(&path).unwrap();
-        let election = LeaderElection::new(None, ListenerSecurity::from_config(&config.listener_config()).unwrap());
-        let open_store = || Ok(FleetStore::Embedded(EmbeddedStore::open(&store)?));
-        let manager =
-            FleetStateManager::open(&path, config, election.security.revocation_list.clone(), open_store).unwrap();
-        let (state, changes) = ControllerState::new(
-            Controller::new(manager.fleet()),
-            (manager.record_clock(), manager.state_counters()),
-            None,
-        );
+        let (election, manager, state, changes) = open_controller(state_directory);
         election.become_leader(Arc::new(state));
         let access_control = Arc::new(AccessControl::new(
             Arc::new(ApiTokens::open(state_directory).unwrap()),

@@ -17,6 +17,7 @@ use coreward_wire::ServiceIndex;
 use nix::time::{ClockId, clock_gettime};
 use reqwest::{Client, Method};
 use serde_json::json;
+use tokio::sync::mpsc;
 
 use super::{build_router, update_watchers_loop};
 use crate::config::ControllerConfig;
@@ -159,8 +160,11 @@ async fn process_changes(
     }
 }
 
-/// Runs the test with a controller that leads the largest fleet, and with its API.
-fn run_with_env(directory: &Path, test: impl AsyncFnOnce(&IsolationTestEnv)) {
+/// Returns the parts of a controller with its files in `directory`. It does not lead before
+/// [`LeaderElection::become_leader`] is called with its state.
+pub(super) fn open_controller(
+    directory: &Path,
+) -> (LeaderElection, FleetStateManager, ControllerState, mpsc::Receiver<RecordChangeRequest>) {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
     let config = ControllerConfig::load(&path).unwrap();
@@ -173,6 +177,12 @@ fn run_with_env(directory: &Path, test: impl AsyncFnOnce(&IsolationTestEnv)) {
         (manager.record_clock(), manager.state_counters()),
         None,
     );
+    (election, manager, state, changes)
+}
+
+/// Runs the test with a controller that leads the largest fleet, and with its API.
+fn run_with_env(directory: &Path, test: impl AsyncFnOnce(&IsolationTestEnv)) {
+    let (election, manager, state, changes) = open_controller(directory);
     let state = Arc::new(state);
     state.allow_tables();
     election.become_leader(state.clone());

@@ -341,9 +341,9 @@ impl LoadBalancer {
     }
 
     /// Sets whether a server of the service in slot `service_slot` is down according to the load balancer's own checks.
-    pub fn set_server_locally_down(&mut self, service_slot: usize, id: ServerId, is_masked: bool) {
+    pub fn set_server_locally_down(&mut self, service_slot: usize, id: ServerId, is_down: bool) {
         let locally_down_servers = &mut self.service_in_slot_mut(service_slot).locally_down_servers;
-        if is_masked {
+        if is_down {
             locally_down_servers.insert(id)
         } else {
             locally_down_servers.remove(&id)

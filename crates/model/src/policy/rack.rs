@@ -59,8 +59,8 @@ pub struct BucketCandidateList {
 
 impl BucketCandidateList {
     /// Returns the candidates of a bucket, or an empty list if this list has no such bucket.
-    pub fn candidates_of_bucket(&self, bucket_candidates: u32) -> &[(ServerCore, f64)] {
-        let first_candidate_index = bucket_candidates as usize * self.candidates_per_bucket;
+    pub fn candidates_of_bucket(&self, bucket: u32) -> &[(ServerCore, f64)] {
+        let first_candidate_index = bucket as usize * self.candidates_per_bucket;
         self.candidates
             .get(first_candidate_index..first_candidate_index + self.candidates_per_bucket)
             .unwrap_or_default()

@@ -93,20 +93,12 @@ pub struct LbSimulation {
 }
 
 fn build_random_fleet(config: &LbSimulationConfig, seed: u64) -> SimulatedCluster {
-    let LbSimulationConfig {
-        servers,
-        cores_per_server: cores,
-        bucket_count: buckets,
-        smoothing_weight: alpha,
-        indirection_table_draw,
-        ..
-    } = *config;
     let shape = FleetShape {
-        server_count: servers,
-        cores_per_server: cores,
-        bucket_count: buckets,
-        load_ewma_alpha: alpha,
-        indirection_table_draw,
+        server_count: config.servers,
+        cores_per_server: config.cores_per_server,
+        bucket_count: config.bucket_count,
+        load_ewma_alpha: config.smoothing_weight,
+        indirection_table_draw: config.indirection_table_draw,
     };
     let plan = shape.draw_plan(&mut seeded_rng(seed, RNG_STREAM_SERVERS));
     SimulatedCluster::new(plan).expect("as many entries as buckets")

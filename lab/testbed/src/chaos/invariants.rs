@@ -15,6 +15,7 @@ use serde_json::Value;
 
 use super::cli_probe::OperatorCli;
 use crate::addresses::{load_balancer_name, rack_controller_name};
+use crate::fleet::as_array_or_empty;
 use crate::topology::Testbed;
 
 /// Address where every load balancer serves its metrics, in its own network namespace.
@@ -285,10 +286,6 @@ pub fn find_unconverged_reason(testbed: &Testbed, status: &Value, recovery_start
         }
     }
     None
-}
-
-fn as_array_or_empty(value: &Value) -> &[Value] {
-    value.as_array().map_or(&[], Vec::as_slice)
 }
 
 fn scrape_load_balancer_metrics() -> anyhow::Result<String> {

@@ -117,6 +117,6 @@ fn load_balancer_state(status: &Value, load_balancer: u16) -> anyhow::Result<&Va
     lb_state.with_context(|| format!("{name} has sent nothing yet"))
 }
 
-fn as_array_or_empty(value: &Value) -> &[Value] {
+pub(crate) fn as_array_or_empty(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }

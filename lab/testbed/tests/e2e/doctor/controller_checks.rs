@@ -20,9 +20,8 @@ pub fn check_controller_settings(env: &DoctorTestEnv, controller: &CheckedHost) 
     let missing_directory = "no directory for the store";
     host_with_missing_store.assert_only_new_finding(env, missing_directory, "store", DoctorConditions::Normal, &[]);
     check_store_on_another_disk(env, controller, &store_path);
-    let address_replacement = [(first_controller_address(), "192.0.2.1:7400")];
     let host_with_wrong_address =
-        controller.with_replaced_config_text(&[(&address_replacement[0].0, address_replacement[0].1)], "");
+        controller.with_replaced_config_text(&[(&first_controller_address(), "192.0.2.1:7400")], "");
     host_with_wrong_address.assert_only_new_finding(
         env,
         "an address of another machine",
