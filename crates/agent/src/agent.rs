@@ -55,7 +55,7 @@ pub struct Agent {
     bpf_programs: ServerPrograms,
     rss_manager: RssManager,
     syn_rss_verifier: RssTableVerifier,
-    /// Verifier of the receive queues of established connections, which a NIC's flow director may change.
+    /// Verifier of the RSS table by established connections, which a NIC's flow director may move to other queues.
     established_rss_verifier: RssTableVerifier,
     input_transform_search: InputTransformSearch,
     load_source: Box<dyn LoadSource>,

@@ -24,7 +24,7 @@ config_struct! {
         pub manage_rss: bool = false,
         /// Whether the agent sets net.ipv4.tcp_timestamps=2 for stamped services; if not, the operator must set it.
         pub manage_timestamps: bool = true,
-        /// Selection of the worker for connections on receive queue k.
+        /// Selection of the worker that gets the connections of a receive queue.
         pub steer: SteeringMode = SteeringMode::Affinity,
         /// Source of the cores' loads.
         pub load: LoadSourceConfig = LoadSourceConfig::Cpu {},
@@ -41,13 +41,13 @@ config_struct! {
     }
 }
 
-/// Selection of the worker for the connections that RSS assigns to core k.
+/// Selection of the worker that gets the connections of a receive queue.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum SteeringMode {
-    /// Worker that may run on the CPU of core k and on no other CPU.
+    /// Worker that may run on the queue's CPU, and on at most one other CPU.
     #[default]
     Affinity,
-    /// Worker with the k-th listening socket, for emulated cores whose workers are not pinned.
+    /// Workers in the order of their listening sockets, for emulated cores whose workers are not pinned.
     Order,
     /// Worker that the kernel selects.
     Off,
@@ -66,7 +66,7 @@ config_enum! {
     pub enum LoadSourceConfig by "source" {
         /// Busy time of the CPU that serves each receive queue.
         Cpu as "cpu" {},
-        /// File with the busy time of each core in ns, as little-endian u64.
+        /// File with the total busy time of each core in ns, as little-endian u64.
         Published as "published" {
             /// Path of the file.
             path: PathBuf,
@@ -78,7 +78,7 @@ config_enum! {
     /// Source of the RSS key and indirection table.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub enum RssSourceConfig by "source" {
-        /// NIC, by the ioctl ETHTOOL_GRSSH.
+        /// Settings of the NIC, as the ioctl ETHTOOL_GRSSH returns them.
         Ethtool as "ethtool" {},
         /// Emulated NIC of the testbed.
         Testbed as "testbed" {

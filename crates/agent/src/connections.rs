@@ -8,8 +8,8 @@ const SOCKSTAT_PATH: &str = "/proc/thread-self/net/sockstat";
 /// kernel has no IPv6.
 const SOCKSTAT_IPV6_PATH: &str = "/proc/thread-self/net/sockstat6";
 
-/// Returns this machine's number of established TCP connections and listening sockets, or 0 if it is unknown. A load is
-/// divided by this number, for which a few listening sockets do not matter.
+/// Returns this machine's number of established TCP connections and listening sockets, or 0 if it is unknown. The
+/// controller derives a connection's mean load from it, so a few listening sockets do not matter.
 pub fn open_connection_count() -> u32 {
     let count_in_file = |path| fs::read_to_string(path).ok().and_then(|text| parse_tcp_in_use(&text)).unwrap_or(0);
     count_in_file(SOCKSTAT_PATH) + count_in_file(SOCKSTAT_IPV6_PATH)

@@ -75,7 +75,7 @@ fn new_controller_connection(agent: &Agent) -> anyhow::Result<ControllerConnecti
     )
 }
 
-/// Periodic tasks of the agent, which also run while no controller is connected.
+/// Sources of the agent's background tasks, which also run while no controller is connected.
 struct BackgroundTaskSources {
     maintenance_timer: Interval,
     /// Stream of SIGHUP signals, and the configuration file to read after each. `None` if the agent has no such file.
@@ -304,7 +304,8 @@ fn answer_socket_query(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::Soc
                 event = "socket-query-failed",
                 query = query.number,
                 error = format!("{error:#}"),
-                "the agent cannot check which connections of a load balancer's query are open: the query is repeated"
+                "the agent cannot check which of the connections in a load balancer's query are open: the load \
+                 balancer repeats the query"
             );
             None
         }

@@ -41,7 +41,7 @@ pub struct RssCommandArgs {
     pub balanced_seed: Option<u16>,
 }
 
-/// Interval between two reads of the SYN samples. Usually fewer than `RSS_SAMPLES` SYNs arrive in it.
+/// Interval between two reads of the SYN samples. Usually fewer than `RSS_SAMPLES` SYNs arrive meanwhile.
 const SAMPLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]

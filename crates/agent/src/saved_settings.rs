@@ -50,8 +50,8 @@ impl SettingsStore {
                     event = "settings-unknown",
                     pin = %map_pin_path.display(),
                     %error,
-                    "the agent cannot decode the saved settings: `coreward agent --detach` will not restore the \
-                     originals"
+                    "the agent cannot decode the saved original settings of the NIC and the kernel: `coreward agent \
+                     --detach` will not restore them"
                 );
                 SavedSettings::default()
             });

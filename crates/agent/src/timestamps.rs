@@ -27,8 +27,8 @@ fn required_timestamps_value(stamps_new_connections: bool) -> &'static str {
     if stamps_new_connections { TIMESTAMPS_WITHOUT_OFFSETS } else { TIMESTAMPS_WITH_OFFSETS }
 }
 
-/// Enables (`stamps_new_connections`) or disables stamping of new connections by net.ipv4.tcp_timestamps, and saves its
-/// original value. Fails if the sysctl cannot be read or written.
+/// Enables stamping of new connections by net.ipv4.tcp_timestamps if `stamps_new_connections` is set, and otherwise
+/// disables it. Saves the sysctl's original value. Fails if the sysctl cannot be read or written.
 pub fn manage_timestamps_sysctl(
     stamps_new_connections: bool,
     settings_store: &mut SettingsStore,

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 pub use log::start_logging;
 
-/// Prints `text` to standard output. Fails if this is impossible, unless the reader has closed the pipe (`| head`).
+/// Prints `text` to standard output. Fails if it cannot be written, unless the reader has closed the pipe (`| head`).
 pub fn print_to_stdout(text: &str) -> anyhow::Result<()> {
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),

@@ -110,7 +110,7 @@ impl std::error::Error for Diagnostic {}
 pub struct Diagnostics {
     /// First mistakes of the file, at least one and at most `MAX_SHOWN_DIAGNOSTICS`.
     pub shown_diagnostics: Vec<Diagnostic>,
-    /// Minimum number of mistakes that are not in `shown_diagnostics`.
+    /// Number of further mistakes, which are not in `shown_diagnostics`. The file may have even more.
     pub omitted_diagnostic_count: usize,
 }
 

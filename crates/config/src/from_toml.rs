@@ -36,12 +36,12 @@ pub trait FromToml: Sized {
     }
 }
 
-/// Required value and its location. If the value is wrong or missing, its table can still be checked.
+/// Required value and its location. If the value is wrong or missing, the other keys of its table are still checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocatedValue<T> {
     /// Value from the file, or `None` if it is wrong or missing.
     pub value: Option<T>,
-    /// Location of the value in the file.
+    /// Location of the value in the file, or `0..0` if the value is missing.
     pub span: Span,
 }
 
@@ -395,8 +395,8 @@ pub fn parse_text<T: FromToml, E: Display>(
     }
 }
 
-/// Reads a TOML string that must be a name in `choices`, and returns that name's value. Otherwise, stores a mistake, in
-/// which `subject` describes the named objects.
+/// Reads a TOML string that must be a name in `choices`, and returns that name's value. Otherwise, stores a mistake,
+/// whose message begins with `subject`.
 pub fn parse_choice<T: FromToml>(
     subject: &str,
     choices: Vec<(String, T)>,
@@ -416,7 +416,7 @@ pub fn parse_choice<T: FromToml>(
     chosen_value
 }
 
-/// Returns the JSON schema of a string that must be one of these names.
+/// Returns the JSON schema of a string that must be one of `names`.
 pub fn choice_schema(names: impl IntoIterator<Item = String>) -> Value {
     json!({ "type": "string", "enum": names.into_iter().collect::<Vec<_>>() })
 }

@@ -1,7 +1,7 @@
 //! Macros that describe the tables and enumerated values of configuration files.
 
-/// Describes a table of a file as a struct with its keys. The fields' doc comments become descriptions in the JSON
-/// schema.
+/// Defines a struct for a table of a file, with a field for each key. The fields' doc comments become descriptions in
+/// the JSON schema.
 ///
 /// ```
 /// coreward_config::config_struct! {
@@ -139,7 +139,7 @@ macro_rules! string_enum {
     };
 }
 
-/// Describes a TOML table as an enum. The value of one key (the tag) selects the variant, which has further keys.
+/// Defines an enum for a TOML table. The value of one key (the tag) selects the variant, whose fields are further keys.
 #[macro_export]
 macro_rules! config_enum {
     (

@@ -50,7 +50,7 @@ number!(ServerId as u64, ServerId::try_from, format!("0 to {}", ServerId::COUNT 
     { "type": "integer", "minimum": 0, "maximum": ServerId::COUNT - 1 });
 number!(ServerWeight as u64, ServerWeight::new, format!("0 (no new connections) to {}", ServerWeight::MAX),
     { "type": "integer", "minimum": 0, "maximum": ServerWeight::MAX });
-number!(ServerCapacity as f64, ServerCapacity::new, "a number above 0, at most 1000000: cores of the usual speed",
+number!(ServerCapacity as f64, ServerCapacity::new, "a number above 0, at most 1000000, where 1 is a typical core",
     { "type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000 });
 number!(Vlan as u64, Vlan::new, format!("1 to {}", Vlan::MAX_ID),
     { "type": "integer", "minimum": 1, "maximum": Vlan::MAX_ID });

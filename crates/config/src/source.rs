@@ -31,9 +31,9 @@ pub struct TomlSource {
 /// Values and syntax errors of a TOML text. If the text has many errors, only its beginning has been parsed.
 pub(crate) struct ParsedToml<'a> {
     pub(crate) table: Spanned<DeTable<'a>>,
-    /// First syntax errors of the text, as many as are shown.
+    /// First syntax errors of the text, at most `MAX_SHOWN_DIAGNOSTICS`.
     pub(crate) errors: Vec<toml::de::Error>,
-    /// Minimum number of syntax errors that are not in `errors`.
+    /// Number of syntax errors known not to be in `errors`. The text may have even more.
     pub(crate) omitted_error_count: usize,
 }
 
@@ -41,8 +41,8 @@ pub(crate) struct ParsedToml<'a> {
 const INITIAL_PREFIX_BYTES: usize = 64 << 10;
 
 /// Parses ever larger prefixes of a text, until one has more errors than are shown or the text is complete. This is
-/// faster than parsing everything at once, because an error (also a duplicate key) takes a hundred times as long as
-/// valid text.
+/// faster than parsing everything at once, because each error, such as a duplicate key, takes a hundred times as long
+/// as valid text.
 fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
     let mut prefix_bytes = INITIAL_PREFIX_BYTES;
     loop {
@@ -145,7 +145,7 @@ impl TomlSource {
         self.parse_toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
     }
 
-    /// Returns the diagnostics of the first syntax errors, as many as are shown.
+    /// Returns the diagnostics of the first syntax errors, at most `MAX_SHOWN_DIAGNOSTICS`.
     pub fn syntax_errors(&self) -> Vec<Diagnostic> {
         let to_diagnostic = |error: toml::de::Error| {
             let location = self.text_location(&error.span().unwrap_or_default());

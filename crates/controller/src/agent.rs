@@ -23,7 +23,7 @@ pub struct Agent {
     /// Traffic to the server, as load balancers counted it until the newest report was accepted.
     pub traffic_at_report: TrafficTotalsByBalancer,
     pub rss_state: ReportedRssState,
-    /// Time by which the newest report's wall clock was ahead of the controller's, or `None` if by at most
+    /// Time by which the newest report's wall clock was ahead of the controller's. `None` if it was at most
     /// [`MAX_CLOCK_LEAD`].
     pub clock_lead: Option<Duration>,
     load_tracker: CoreLoadTracker,
@@ -115,7 +115,7 @@ impl ConnectionCount {
 pub struct ReportedRssState {
     rss_generation: Option<u64>,
     pub reported_rss: Option<ReportedRss>,
-    /// Reason why the RSS configuration is unknown, if the agent's report is the cause.
+    /// Reason why the agent's reports leave the RSS configuration unknown, or `None` if they do not.
     pub rss_problem: Option<String>,
 }
 

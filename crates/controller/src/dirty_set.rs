@@ -2,12 +2,12 @@
 
 use coreward_model::ServerId;
 
-/// Changes of one server's inputs of placement tables since the newest table.
+/// Changes of one server since the newest table, as far as placement tables depend on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct ServerInputChanges {
-    /// Whether the server's agent or rack has reported a new load, or load balancers have counted one.
+    /// Whether the server's agent or rack has reported a new load, or load balancers have sent new traffic counts.
     has_new_load: bool,
-    /// Whether more than the rack's summary has changed, so that all of the server's inputs must be read again.
+    /// Whether an input other than the load in the rack's summary has changed, so that all inputs must be read again.
     needs_refresh: bool,
     /// Generation of the first table that contains the server's newest load, or 0 if no table contains it.
     load_generation: u64,

@@ -86,7 +86,7 @@ impl Controller {
         services.filter(move |service| !self.fleet.is_server_eligible(service, id))
     }
 
-    /// Returns the number of remaining connections of these services, or the reason why it is not known yet.
+    /// Returns the number of remaining connections of `services`, or the reasons why it is not known yet.
     fn count_remaining_connections(
         &self,
         server: &FleetServer,

@@ -355,8 +355,8 @@ impl Controller {
         Some(self.agent(id)?.session.as_ref()?.session_number)
     }
 
-    /// Returns the bucket histories that have changed since the last call, with their services' names. The caller
-    /// stores them.
+    /// Returns each [`BucketHistory`] that has changed since the last call, with its service's name. The caller stores
+    /// them.
     pub fn take_changed_bucket_histories(&mut self) -> Vec<(String, BucketHistory)> {
         self.services.iter_mut().filter_map(Service::take_changed_bucket_history).collect()
     }

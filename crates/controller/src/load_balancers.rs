@@ -47,10 +47,9 @@ pub struct LoadBalancer {
     pub confirmed_generation: u64,
     /// Time at which `confirmed_generation` was first confirmed, since the controller's start.
     pub confirmed_at: Duration,
-    /// Configuration that was active at the load balancer when its session began, or `None` if the store's was not
-    /// older.
+    /// Configuration that was active at the load balancer when its session began, if it was newer than the store's.
     newer_configuration: Option<NewerThanStoreConfiguration>,
-    /// Time from which on each unreachable server's MAC address has been unknown, by server name.
+    /// Time since the controller's start at which each unreachable server's MAC address became unknown, by name.
     unresolved_since: HashMap<String, Duration>,
     traffic: LoadBalancerTraffic,
     reported_health: ReportedServerHealth,
@@ -132,8 +131,8 @@ impl LoadBalancers {
         is_ahead_of_store.then_some(name)
     }
 
-    /// Returns the name and the generation of each load balancer whose configuration is newer than the store's. It is
-    /// listed until `document_generation`, that of the stored fleet document, differs from that at its connection.
+    /// Returns the name and the generation of each load balancer whose configuration is newer than the store's. Omits
+    /// it once the stored fleet document, of generation `document_generation`, has changed since its session began.
     pub fn configurations_newer_than_store(&self, document_generation: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
             let newer_configuration = balancer
@@ -223,8 +222,8 @@ impl LoadBalancers {
         check_results
     }
 
-    /// Returns the time, since the controller's start, at which the last live load balancer confirmed this or a newer
-    /// configuration. The error lists those that have not confirmed it, and is empty if no load balancer is live.
+    /// Returns the time, since the controller's start, at which the last live load balancer confirmed `generation` or a
+    /// newer one. The error lists those that have not confirmed it, and is empty if no load balancer is live.
     pub fn confirmation_time(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
         let unconfirmed_balancers =
             self.live_load_balancers(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
@@ -292,7 +291,7 @@ impl LoadBalancers {
         )
     }
 
-    /// Ends a session. Returns whether the load balancer is now disconnected. It is not if it has a newer session.
+    /// Ends a session. Returns whether the load balancer is now disconnected, and false if it has a newer session.
     pub fn end_session(&mut self, session: u64, now: Now) -> bool {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let has_ended = balancer.map(|balancer| {

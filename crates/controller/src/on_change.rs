@@ -18,8 +18,8 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewPlacementTable, Now};
 use coreward_fleet::config::PlacementTableTiming;
 
-/// Number of servers and services that are polled without interruption. The last shard of servers may exceed it.
-/// Polling them takes a few milliseconds.
+/// Number of servers and services after which polling is interrupted, because polling them takes a few milliseconds. A
+/// shard (range of server ids) is never interrupted.
 const MEMBERS_PER_POLL: usize = 512;
 
 /// Position at which [`Controller::poll_inputs_from`] continues. The default is the first service.
@@ -58,8 +58,8 @@ impl Controller {
         }
     }
 
-    /// Makes the server's services read all of their inputs again, because the server's agent has connected or
-    /// disconnected.
+    /// Makes the next tables of the server's services read all inputs again, because the server's agent has connected
+    /// or disconnected.
     pub(super) fn on_load_source_changed(&mut self, id: ServerId) {
         for position in self.positions_by_server.get(&id).into_iter().flatten() {
             self.services[*position].drop_cached_pool();

@@ -47,7 +47,7 @@ impl Controller {
         Some(self.services.get(service_position)?.cached_pool().is_none())
     }
 
-    /// Appends the service's servers with the next higher ids, at most `max_count`, to `servers`. Returns whether
+    /// Appends the service's next servers to `servers`, which is sorted by id, but at most `max_count`. Returns whether
     /// `servers` then contains all servers of the service.
     pub fn add_pool_servers(
         &self,
@@ -73,7 +73,7 @@ impl Controller {
         service.configuration().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
     }
 
-    /// Returns `pool` with those table inputs that do not belong to a single server, such as racks' summaries.
+    /// Adds the table inputs that do not belong to a single server, such as racks' summaries, to `pool` and returns it.
     pub(super) fn with_common_inputs(&self, service: &Service, pool: ServerPool, now: Now) -> ServerPool {
         let fleet_service = service.configuration();
         let pool = pool.for_next_table(self.load_balancers.connected_load_balancer_count() as u32);

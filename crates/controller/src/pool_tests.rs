@@ -327,7 +327,7 @@ fn silent_load_balancers_count_as_lost() {
 }
 
 /// Asserts that servers with LB-side stamping need no agents. Without any agent, there is a table, and all load
-/// balancers have the same time key over any rotation. No rotation waits for servers that do not stamp.
+/// balancers mask cookies' times with the same key. No rotation waits for servers that do not stamp.
 #[test]
 fn servers_with_lb_stamping_need_no_agent() {
     let mut harness = PoolHarness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");

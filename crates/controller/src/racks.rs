@@ -20,8 +20,8 @@ use super::rejection::MessageRejection;
 use super::service::Service;
 use super::{AgentSession, Controller, Now};
 
-/// Maximum rate of full reports from all agents behind racks. It is a tenth of what a controller without racks can
-/// process.
+/// Maximum number of detailed reports per second from all agents behind racks. It is a tenth of the reports that a
+/// controller without racks can process.
 const MAX_FULL_REPORTS_PER_SECOND: usize = 2_000;
 
 /// Number of report intervals after which a rack's summaries expire. Agents' reports have the same default.
@@ -157,8 +157,8 @@ impl Racks {
         }
     }
 
-    /// Returns the interval between an agent's full reports at which the reports of all agents keep within the rate
-    /// limit.
+    /// Returns the interval between an agent's detailed reports with which all agents together keep to
+    /// [`MAX_FULL_REPORTS_PER_SECOND`].
     fn detail_interval(&self) -> Duration {
         let agent_count: usize = self.by_name.values().map(|rack| rack.sessions_by_stream.len()).sum();
         Duration::from_secs((agent_count / MAX_FULL_REPORTS_PER_SECOND) as u64)

@@ -7,7 +7,7 @@ use coreward_wire::AgentReportError;
 
 use super::token_bucket::TokenBucketQuota;
 
-/// Maximum time by which a report may be ahead of the controller's wall clock without a warning, the worst case of NTP.
+/// Maximum time by which a report may be ahead of the controller's wall clock without a warning: NTP's worst error.
 pub const MAX_CLOCK_LEAD: Duration = Duration::from_secs(1);
 
 /// Rate limit of registrations under one name, because a failing daemon may restart repeatedly.

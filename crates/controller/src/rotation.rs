@@ -165,8 +165,8 @@ impl Controller {
         now.wall_time.saturating_sub(key_age).as_secs()
     }
 
-    /// Returns the state of the keys. Its `waiting_for` lists only load balancers. [`Controller::agent_delaying_keys`]
-    /// returns the agents that are waited for.
+    /// Returns the state of the keys. Its `pending_peers` lists only load balancers.
+    /// [`Controller::agent_delaying_keys`] returns the agents to add.
     pub fn keys_summary(&self, now: Now) -> Keys {
         let key_ring = &self.fleet.key_ring;
         Keys {

@@ -49,11 +49,10 @@ impl ServerEligibility {
 #[derive(Debug, Clone, Copy)]
 pub struct ServerStatus {
     pub state: ServerState,
-    /// Time of the last change of the state, since the controller's start, or `None` if it was before this process.
+    /// Time of the last change of the state, since the controller's start, or `None` if it was before the start.
     pub state_since: Option<Duration>,
     pub eligibility: ServerEligibility,
-    /// Time from which on the server has been eligible, since the controller's start, or `None` if it was before this
-    /// process.
+    /// Time at which the server became eligible, since the controller's start, or `None` if it was before the start.
     eligible_since: Option<Duration>,
 }
 
@@ -68,10 +67,10 @@ pub struct Service {
     /// Whether a table has been made. The servers of the first table have no slow start.
     has_table: bool,
     bucket_history: BucketHistory,
-    /// Whether the bucket history has changed since it was last stored.
+    /// Whether `bucket_history` has changed since it was last stored.
     is_bucket_history_changed: bool,
-    /// Servers that owned buckets of each server earlier, during this process. The flow tables of load balancers keep
-    /// the connections of these servers.
+    /// Previous owners of each server's buckets, from the stored history and from this process. The flow tables of load
+    /// balancers keep the connections of these owners.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
     predecessor_change_count: u64,
     pub due_trigger: Option<TableTrigger>,
@@ -391,7 +390,7 @@ impl Service {
         }
     }
 
-    /// Returns the servers that owned buckets of this server earlier, if any.
+    /// Returns the previous owners of the server's buckets, if packets may be forwarded to them.
     pub fn predecessor_servers(&self, server: ServerId) -> Option<&BTreeSet<ServerId>> {
         self.predecessors.get(&server).filter(|_| self.forwards_unknown_packets())
     }
@@ -401,7 +400,7 @@ impl Service {
     }
 
     /// Returns whether the service's servers forward packets of unknown connections to each other. They do so for TCP,
-    /// unless the service has no consistency or consistency by hash table.
+    /// with any consistency mode except `none` and `hash-table`.
     fn forwards_unknown_packets(&self) -> bool {
         self.configuration.address.protocol == Protocol::Tcp
             && !matches!(self.configuration.mode.consistency, ConsistencyMode::None | ConsistencyMode::HashTable)

@@ -155,9 +155,9 @@ impl Controller {
                 true => tracing::warn!(
                     event = "share-limited",
                     server = server_name,
-                    times_fair = MAX_FAIR_SHARE_MULTIPLE,
-                    "the server took over `times_fair` times its fair share of connections: the controller limits it; \
-                     check the server's reported loads"
+                    max_fair_shares = MAX_FAIR_SHARE_MULTIPLE,
+                    "the server received more than `max_fair_shares` times its fair share of new connections: the \
+                     controller limits its share; check the loads that its agent reports"
                 ),
                 false => tracing::info!(
                     event = "share-unlimited",

@@ -218,7 +218,7 @@ impl Controller {
         ids.map(|id| self.fleet.servers[&id].name.clone()).collect()
     }
 
-    /// Returns a pool's RSS groups. A group of servers with unknown RSS is not displayed, so its key is irrelevant.
+    /// Returns a pool's RSS groups. If no RSS is known, the only group has an arbitrary key and is not displayed.
     pub(super) fn rss_groups<'a>(&self, pool: &'a ServerPool) -> Vec<RssGroup<'a>> {
         rss_groups(pool, &RssKey::microsoft_verification_key())
     }

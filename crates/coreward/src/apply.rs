@@ -25,7 +25,7 @@ pub struct ApplyArgs {
     #[arg(long, conflicts_with = "yes")]
     dry_run: bool,
     /// Wait until the document is in force at all load balancers and all connected agents. Fails when a daemon rejects
-    /// it, or when only disconnected load balancers remain, and names these
+    /// it, or when only disconnected load balancers remain, and names the daemons
     #[arg(long, conflicts_with = "dry_run")]
     wait: bool,
     /// Maximum time to wait

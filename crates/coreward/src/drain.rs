@@ -147,7 +147,7 @@ fn print_changed_status(status: &DrainStatus, printed_text: &mut String) -> anyh
     Ok(())
 }
 
-/// Returns whether the controller has rejected the request finally, so that another attempt would be useless.
+/// Returns whether the controller's rejection is permanent, so that another attempt would be useless.
 fn is_permanent_error(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }

@@ -39,8 +39,8 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const FLOW_CONTROL_WINDOW_BYTES: u32 = 1 << 20;
 
 /// Time after a leader's last message during which leaders with an older term are rejected. It equals the longest
-/// lease, for which a controller that was frozen may continue as leader. A longer time would reject the leaders of
-/// another etcd whose terms start again (after `coreward store copy`, or from a restored snapshot).
+/// lease, for which a frozen controller may continue to lead. It is not longer, because terms may restart with another
+/// etcd (after `coreward store copy`, or from a restored snapshot).
 const OLDER_TERM_REJECTION_TIME: Duration = Duration::from_secs(60);
 
 pub struct ControllerConnection {

@@ -89,7 +89,7 @@ pub fn raise_open_file_limit() {
         Err(error) => tracing::warn!(
             event = "file-limit-unchanged",
             %error,
-            "the daemon cannot raise its limit of open files to the hard limit: many connections may exceed it"
+            "the daemon cannot raise its limit of open files: many connections may exhaust its file descriptors"
         ),
     }
 }

@@ -179,10 +179,9 @@ impl DispatchPrograms {
         }
     }
 
-    /// Maintains the service, for which it must be called once per [`QUEUE_POLL_INTERVAL`]. Reads the lengths of the
-    /// sockets' queues, abandons requests without a response, and disables workers that do not read. Returns whether a
-    /// worker has died since the last call. `now` may come from any monotonic clock. Fails when the queues cannot be
-    /// read.
+    /// Maintains the service. It must be called once per [`QUEUE_POLL_INTERVAL`]. Reads the lengths of the sockets'
+    /// queues, abandons requests without a response, and disables workers that do not read. Returns whether a worker
+    /// has died since the last call. `now` may come from any monotonic clock. Fails when the queues cannot be read.
     pub fn maintain_service(&mut self, now: Duration, timeouts: &RequestTimeouts) -> anyhow::Result<bool> {
         self.ledger.increment_request_ages();
         self.update_queue_counts()?;
@@ -322,7 +321,7 @@ fn attach_response_program(
     Ok(link)
 }
 
-/// Attaches the program that observes dropped datagrams. It replaces an earlier program, whose map may differ.
+/// Attaches the program that observes dropped datagrams. It replaces an earlier program, which may use another map.
 fn attach_drop_program(program: &libbpf_rs::ProgramMut<'_>, pin_path: &Path) -> anyhow::Result<Link> {
     if pin_path.exists() {
         fs::remove_file(pin_path).with_context(|| format!("removing {}", pin_path.display()))?;

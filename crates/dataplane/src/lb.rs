@@ -112,9 +112,9 @@ impl BroadcastRateLimits {
     }
 
     /// Default limits, which allow 80,000 broadcast packets per second in total. One source may use at most a quarter
-    /// of a service's rate. ICMP errors without a cookie have the largest limit, because forged ones from any source
-    /// look like genuine ones. If a connection table is lost, each of its connections causes a broadcast at about the
-    /// same time.
+    /// of a service's rate. ICMP errors without a cookie have the largest limit per service, because forged ones from
+    /// any source look like genuine ones. Packets of a lost connection table have high limits, because all of its
+    /// connections cause broadcasts at about the same time.
     pub const DEFAULT_BROADCAST_LIMITS: BroadcastLimitsByKind = {
         let low_limits = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
         let mut limits_by_kind = [low_limits; intf::LIMITED_KIND_COUNT as usize];
@@ -142,8 +142,8 @@ pub struct LoadBalancerOptions {
     /// Clock from which the program restores the TCP timestamps of servers whose replies it stamps (LB-side stamping).
     pub lb_stamping_clock: LbStampingClock,
     /// Whether packets of stateful services update the clock if [`LoadBalancer::tick_packet_clock`] is late, so that
-    /// connection table entries also age without a daemon. If false (the default), only `tick` sets the clock, to the
-    /// time passed to it.
+    /// connection table entries also age without a daemon. If false (the default), only `tick_packet_clock` sets the
+    /// clock, to the time passed to it.
     pub packets_read_clock: bool,
     /// Number of connection table entries for stateful services (64 bytes each). A pinned table of another size is
     /// replaced if it is empty. If it has entries in use, loading fails.

@@ -152,7 +152,8 @@ impl ServerPrograms {
             tracing::warn!(
                 event = "cookies-incompatible",
                 pin = %state_path.display(),
-                "another version's pinned state has an older cookie layout: connections with such cookies break"
+                "the pinned state of another version has an older cookie layout: existing connections with old \
+                 cookies break"
             );
             return Ok(());
         }
@@ -283,9 +284,9 @@ impl ServerPrograms {
         self.state.load(ACTIVE_HALF_OFFSET) & 1
     }
 
-    /// Sets the MAC address of another server, to which this server forwards packets of that server's connections. Such
-    /// daisy chaining needs `SERVER_NUMBER_CHAINED` or a service without timestamps. With `None`, the address is
-    /// unknown, and packets for that server are not forwarded.
+    /// Sets the MAC address of another server, to which this server forwards packets of that server's connections. Only
+    /// packets into which the load balancer has written that server are forwarded (`bpf/server/daisy_chain.h`). With
+    /// `None`, the address is unknown, and packets for that server are not forwarded.
     pub fn set_other_server_mac(&mut self, server: ServerId, mac: Option<MacAddress>) {
         let MacAddress(mac_address) = mac.unwrap_or(MacAddress([0; 6]));
         let server_flags = if mac.is_some() { intf::SERVER_RESOLVED as u16 } else { 0 };
@@ -326,8 +327,8 @@ impl ServerPrograms {
         )
     }
 
-    /// Limits the ages of the stored times of TSval clamps to 2^29 ms. `now_ms` is the time of the server's own clock.
-    /// A call is needed at least every few days, because the PAWS clamp compares 32-bit times.
+    /// Limits the ages of the times at which TSvals were last clamped to 2^29 ms. `now_ms` is the server's own clock.
+    /// It must be called at least every few days, because the programs compare 32-bit times.
     pub fn limit_clamp_time_ages(&mut self, now_ms: u32) {
         let first_offset = offset_of!(intf::server_state, last_clamp_tsval_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {
@@ -429,9 +430,9 @@ fn ensure_no_other_stamping_program(interface_index: u32, pin_directory: &Path) 
     Ok(())
 }
 
-/// Maximum age of the stored time of a TSval clamp, in ms. An older time is set to this age.
+/// Maximum age in ms of the time at which a TSval was last clamped. An older time is set to this age.
 const MAX_CLAMP_AGE_MS: i32 = 1 << 29;
-/// Maximum time in ms by which the stored time of a TSval clamp may be in the future, because CPUs' clocks may differ.
+/// Maximum time in ms by which the time of the last clamp may be in the future, because CPUs' clocks may differ.
 const MAX_CLAMP_AHEAD_MS: i32 = 60_000;
 
 const COOKIE_KEYS_OFFSET: usize = offset_of!(intf::server_state, keys);

@@ -33,10 +33,10 @@ pub struct DispatchConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DispatchServiceConfig {
     pub program_options: DispatchOptions,
-    /// Timeouts that are checked in user space instead of by the BPF programs.
+    /// Response timeout and stall time. They are checked in user space and not by the BPF programs.
     pub user_space_timeouts: RequestTimeouts,
-    /// Expected service time of each request type, followed by that of all other requests. `None` means that the time
-    /// is learned.
+    /// Expected service time of each request type. The last element is for requests of no type. `None` means that the
+    /// time is learned.
     pub expected_service_times: Vec<Option<Duration>>,
     /// Default bound on a worker's outstanding requests, from which [`DispatchServiceConfig::class_bounds`] computes
     /// the bounds.
@@ -85,7 +85,7 @@ const DEFAULT_CLASS_BOUND: u32 = 4;
 const DEFAULT_RESERVED_WORKERS: u16 = 1;
 
 config_struct! {
-    /// The configuration before its checks, from the file of `coreward dispatch` or a table in another daemon's file.
+    /// Configuration that is not checked yet, from the file of `coreward dispatch` or a table in another daemon's file.
     pub struct UncheckedDispatchConfig {
         /// Directory for the pinned programs and maps, in a BPF file system.
         pin_directory: Option<AbsolutePath>,
@@ -108,7 +108,7 @@ config_struct! {
         listen: LocatedValue<SocketAddr>,
         /// Policy that selects the worker.
         policy: DispatchPolicyName = DispatchPolicyName(DispatchPolicy::ShortestQueue),
-        /// Number of outstanding requests up to which a worker is preferred.
+        /// Number of outstanding requests at which a worker gets more only if all workers are at their bound.
         bound: BoundedInteger<1, 65535> = BoundedInteger(DEFAULT_CLASS_BOUND.into()),
         /// Number of workers that are reserved for class 0.
         reserved: BoundedInteger<0, { MAX_WORKERS_PER_SERVICE as u64 - 1 }> =

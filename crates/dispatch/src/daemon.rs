@@ -41,7 +41,7 @@ pub fn run_daemon(config: &DispatchConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the BPF programs' counters. Reads them from the services' pins, so that no thread waits for another.
+/// Returns the BPF programs' counters. Reads them from the pinned maps, which needs no wait for the maintenance thread.
 fn metrics_snapshot(pin_directories: &[PathBuf]) -> MetricsSnapshot {
     let mut snapshot = component::base_metrics_snapshot(Component::Dispatch);
     match status::read_pinned_status(pin_directories) {

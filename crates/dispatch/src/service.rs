@@ -262,7 +262,7 @@ pub fn end_dispatch(pin_directory: &Path) -> anyhow::Result<()> {
         tracing::info!(
             event = "dispatch-ended",
             service = %listen_address,
-            "the dispatcher has ended: the kernel selects the service's sockets again"
+            "the dispatcher has ended: the kernel again selects the socket of each request"
         );
     }
     dispatch::remove_pins_and_programs(pin_directory)

@@ -260,7 +260,7 @@ impl ServiceFacts {
     }
 }
 
-/// Server of a service, as its load balancers reach it.
+/// Facts about how load balancers reach a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServerFacts {
     /// Address at which load balancers reach the server.
@@ -290,7 +290,7 @@ pub struct ControllerFacts {
     pub store: StoreFacts,
 }
 
-/// Store of the controller's records, with its current problem.
+/// Facts about the store in which the controller keeps its records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreFacts {
     File {

@@ -41,7 +41,7 @@ pub struct Finding {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemedyStep {
     pub shell_command: String,
-    /// Equivalent of the command that `--fix` executes, or `None` if only an operator may execute the step.
+    /// Repair that `--fix` executes in place of the command, or `None` if only an operator may execute the step.
     pub automatic_fix: Option<AutomaticFix>,
 }
 

@@ -192,10 +192,10 @@ impl ChunkedStore {
             // The change is already complete. If this fails, the next leader deletes the remaining parts.
             if let Err(error) = self.leadership.write_if_leading(None, batch).await {
                 tracing::warn!(
-                    event = "chunks-left",
+                    event = "old-parts-left",
                     prefix = self.key_prefix,
                     %error,
-                    "the controller cannot delete unused chunks in etcd: the next leader deletes them"
+                    "the controller cannot delete replaced parts of its state in etcd: the next leader deletes them"
                 );
             }
         }

@@ -19,7 +19,7 @@ use crate::clock::Deadline;
 
 /// Time limit for one member to answer one request.
 const MEMBER_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time limit for a request that no lease depends on, including retries at other members.
+/// Time limit for a request that need not end before a lease does, including retries at other members.
 pub(crate) const CLUSTER_REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 /// Pause after a request has failed at all members, before the members are tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);

@@ -19,8 +19,8 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 use crate::cluster::{CLUSTER_REQUEST_TIMEOUT, EtcdClusterClient};
 
-/// Divisor of the lease duration that yields the safety margin (one tenth). The leader stops this long before its lease
-/// ends.
+/// Divisor of the lease duration that yields the safety margin (one tenth). The leader stops by this margin before its
+/// lease ends.
 const LEASE_MARGIN_DIVISOR: u32 = 10;
 /// Number of renewals within one lease duration, so that the lease survives several failed renewals.
 const RENEWALS_PER_LEASE: u32 = 5;

@@ -10,8 +10,8 @@ use crate::records::FleetRecords;
 
 /// Maximum number of entries in the audit log. When it is exceeded, the oldest entries are dropped.
 pub const MAX_AUDIT_ENTRIES: usize = 1000;
-/// Maximum length of a name in bytes. With the limits of the other texts, it keeps an entry at about 1 KB, because up
-/// to fifty entries are written per change.
+/// Maximum length of a name in bytes. This and the other limits keep an entry at about 1 KB, because one change may
+/// write up to fifty entries.
 const MAX_NAME_BYTES: usize = 100;
 /// Maximum length in bytes of each of `state_before` and `state_after`.
 const MAX_STATE_BYTES: usize = 500;

@@ -112,7 +112,7 @@ pub struct FleetService {
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     pub slow_start: Duration,
-    /// Seed from which the policy's hash keys and the time key of LB-side stamping are derived.
+    /// Seed of the policy's hash keys, and of the key that masks the time in TSvals if load balancers stamp them.
     pub hash_seed: u64,
     pub buckets: BucketCount,
     /// Present and former servers of the service, by id.
@@ -163,7 +163,7 @@ impl Fleet {
         self.document.generation > 0
     }
 
-    /// Combines a fleet document with the records to which it has been applied.
+    /// Combines a fleet document with `records`, to which the document must already have been applied.
     pub fn new(config: &FleetConfig, records: &FleetRecords) -> Self {
         let listed_servers: HashMap<&str, &ServerConfig> =
             config.servers.iter().map(|server| (server.name.as_str(), server)).collect();
@@ -355,7 +355,7 @@ fn build_fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig
 }
 
 /// Returns all services of the fleet. In a migration, the other load balancer gets the highest free server id. No
-/// cookie contains such an id, so it need not be stored.
+/// cookie contains this id, so it need not be stored.
 fn active_services(config: &FleetConfig, records: &FleetRecords) -> Vec<FleetService> {
     let mut free_ids = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids_by_address: BTreeMap<IpAddr, ServerId> = BTreeMap::new();

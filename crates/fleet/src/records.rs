@@ -78,7 +78,7 @@ pub struct LoadBalancerRecord {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceRecord {
     pub index: ServiceIndex,
-    /// Seed from which the policy's hash keys and the time key of LB-side stamping are derived.
+    /// Seed of the policy's hash keys, and of the key that masks the time in TSvals if load balancers stamp them.
     pub hash_seed: u64,
     /// Current and previous server of each bucket of the service.
     pub bucket_history: BucketHistory,
@@ -93,9 +93,9 @@ pub struct ServerRecord {
     /// Memberships by service name, for all services whose cookies may contain the server's id.
     pub memberships: BTreeMap<String, ServiceMembership>,
     pub drain: Option<DrainRecord>,
-    /// Racks that may report for the server, from its newest entry in the document, or `None` for the fleet's racks.
+    /// Racks that may report for the server, or `None` for the fleet's racks. Kept after the server left the document.
     pub allowed_racks: Option<BTreeSet<String>>,
-    /// VLAN of the frames to the server, from its newest entry in the document.
+    /// VLAN of the frames to the server. Kept after the server left the document.
     pub vlan: Vlan,
 }
 

@@ -69,7 +69,7 @@ impl TargetCheckResult {
     }
 }
 
-/// Properties of a target. The target's results are kept as long as all of them are unchanged.
+/// Settings of the checks of one server. Its earlier results are kept as long as no setting changes.
 #[derive(Clone, PartialEq)]
 struct CheckTargetSpec {
     health_check: Arc<HealthCheck>,

@@ -58,7 +58,7 @@ impl ProbeError {
     }
 }
 
-/// Returns whether an I/O error has its cause on this machine: exhausted files, ports or memory, or a firewall rule.
+/// Returns whether an I/O error has its cause on this machine: no free files, ports or memory, or a firewall rule.
 fn is_local_io_error(error: &std::io::Error) -> bool {
     const LOCAL_FAILURE_ERRNOS: [Errno; 9] = [
         Errno::EMFILE,

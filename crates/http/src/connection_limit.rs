@@ -14,7 +14,7 @@ use tokio::time::timeout;
 
 use crate::limits::network_of_address;
 
-/// Interval at which a waiting new connection checks for an idle connection to close, while all connections are active.
+/// Interval at which a new connection that waits for a slot searches again for an idle connection to close.
 const IDLE_CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Fixed number of slots that limits a server's concurrent connections.
@@ -33,7 +33,7 @@ struct ConnectionRegistry {
 struct TrackedConnection {
     client_network: IpAddr,
     active_request_count: usize,
-    /// Sequence number of the end of the last answer, or of the connection's arrival before its first answer.
+    /// Sequence number of the event since which the connection is idle: its arrival, or the end of its last answer.
     idle_since_sequence_number: u64,
     close_signal: Arc<Notify>,
 }
@@ -44,7 +44,7 @@ impl ConnectionRegistry {
         self.last_sequence_number
     }
 
-    /// Returns the connection to close: the longest idle one of the network that has the most idle connections.
+    /// Returns the connection to close: the longest idle one of the client network with the most idle connections.
     fn longest_idle_connection(&self) -> Option<&TrackedConnection> {
         let idle_connections =
             || self.connections_by_number.values().filter(|connection| connection.active_request_count == 0);

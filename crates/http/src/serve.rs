@@ -136,7 +136,7 @@ impl ApiListener {
         self.address
     }
 
-    /// Serves requests in a new thread until the returned guard is dropped, or until `background`, which runs there,
+    /// Serves requests and runs `background` in a new thread. Stops when the returned guard is dropped or `background`
     /// ends. Each worker thread calls `on_thread_start` when it starts. Fails if threads cannot be created.
     pub fn serve(
         self,

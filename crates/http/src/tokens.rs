@@ -149,8 +149,7 @@ mod tests {
         }
     }
 
-    /// Checks the case of several controllers with equal process ids, as two containers may have. Here, they share a
-    /// process.
+    /// Simulates several controllers with equal process ids, as two containers may have, by threads of one process.
     #[test]
     fn concurrent_controllers_create_the_same_tokens() {
         for _ in 0..20 {

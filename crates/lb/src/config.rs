@@ -38,11 +38,11 @@ config_struct! {
         pub pin_directory: PathBuf as AbsolutePath,
         /// Directory for the last configuration, which is used if no controller is reachable at the start.
         pub state_directory: PathBuf as AbsolutePath = AbsolutePath(PathBuf::from("/var/lib/coreward-lb")),
-        /// XDP mode: "native" in the driver, "generic" after it, "auto" the first that works.
+        /// XDP mode: "native" (in the driver), "generic" (after the driver), or "auto" (native if possible).
         pub xdp_mode: XdpMode as XdpModeName = XdpModeName(XdpMode::default()),
         /// Address that other load balancers use; default: the interface's first IPv4 address, or else an IPv6 address.
         pub address: Option<IpAddr>,
-        /// Number of entries for connections without a cookie.
+        /// Number of entries in the flow table, for connections without a cookie.
         pub flow_table: u32 as BoundedInteger<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> =
             BoundedInteger(LoadBalancerOptions::default().flow_table_entry_count.into()),
         /// Number of entries for connections of stateful services; each takes 64 bytes.
@@ -51,7 +51,7 @@ config_struct! {
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
         pub tls: Option<coreward_tls::CredentialFiles>,
-        /// Times without packets after which connections of stateful services are checked.
+        /// Times without packets after which a server is queried about a connection of a stateful service.
         pub connection_timers: ConnectionTimeouts as ConfiguredConnectionTimers =
             ConfiguredConnectionTimers { idle: None, closing: None },
         /// Announcement of VIPs by a routing daemon, once they can be served; without it the operator routes them.
@@ -68,7 +68,7 @@ config_struct! {
     pub struct AnnounceConfig {
         /// The kernel's routing table that the routing daemon learns VIPs from; no rule may use it.
         pub table: u32 as BoundedInteger<FIRST_UNNAMED_ROUTE_TABLE, { u32::MAX as u64 }> = BoundedInteger(7400),
-        /// Treatment of announced VIPs when the daemon stops: "withdraw", or "keep", as the data plane goes on.
+        /// Treatment of announced VIPs when the daemon stops: "withdraw", or "keep", because the data plane continues.
         pub on_stop: VipTreatmentOnStop = VipTreatmentOnStop::Withdraw,
         /// Time between the withdrawal of VIPs and the daemon's end, so that routers learn of the withdrawal.
         pub drain: Duration as BoundedDuration<0, MINUTE_NS> = BoundedDuration(Duration::from_secs(5)),
@@ -82,7 +82,7 @@ string_enum!(
         .map(|(name, on_stop)| (name.to_owned(), on_stop))
 );
 
-/// Timeout of 1 s to 24 h without packets, after which a connection table entry is checked.
+/// Timeout of 1 s to 24 h without packets, after which a server is queried about the connection.
 type BoundedConnectionTimer = BoundedDuration<SECOND_NS, { 24 * HOUR_NS }>;
 
 config_struct! {

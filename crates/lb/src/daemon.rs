@@ -159,7 +159,7 @@ async fn serve_until_shutdown(
         tracing::info!(
             event = "drain-started",
             drain = ?announce.drain,
-            "the load balancer has withdrawn its VIPs and still forwards packets for the time `drain`"
+            "the load balancer has withdrawn its VIPs, and forwards packets until the drain time is over"
         );
         tasks.run_tasks_until_ready(&mut forwarder, &controller_connection, tokio::time::sleep(announce.drain)).await?;
     }
@@ -326,8 +326,8 @@ struct ControllerStream {
     traffic_timer: Interval,
     /// Number of installed tables and confirmed configuration generation, as in the last state message.
     last_reported_state: (usize, u64),
-    /// Whether a state message is due. One is due each second. It is due immediately when a service got its first
-    /// table, a server's MAC address was found or lost, or another configuration was applied.
+    /// Whether a state message is due: each second, and at once when a service got its first table, a server's MAC
+    /// address was found or lost, or another configuration was applied.
     is_state_due: bool,
     next_state_message_at: tokio::time::Instant,
     /// gRPC client, which keeps the stream's connection open.
@@ -378,8 +378,8 @@ impl ControllerStream {
         let _ = self.message_sender.try_send(to_load_balancer_message(message));
     }
 
-    /// Applies an update from the controller, and acknowledges it if it was a usable table. Makes a state message due
-    /// if the update changed what the last message reported. Fails if a complete configuration is needed.
+    /// Applies an update from the controller, and acknowledges it if it was a usable table. Requests a state message if
+    /// the values of the last one have changed. Fails if a complete configuration is needed.
     fn process_update(
         &mut self,
         update: v1::DataplaneUpdate,

@@ -142,8 +142,8 @@ impl Forwarder {
         }
     }
 
-    /// Starts a stream to a controller. Resets what was confirmed on the previous stream, because that may have been to
-    /// another controller.
+    /// Starts a stream to a controller. Forgets the configuration that was confirmed on the previous stream, because
+    /// that may have been to another controller.
     pub fn begin_controller_stream(&mut self) {
         self.configuration.confirmed_generation = 0;
         self.configuration.configuration_number = None;
@@ -381,7 +381,7 @@ impl Forwarder {
                 event = "table-renewed",
                 service = configured_service.name,
                 generation = table.generation,
-                "a new table of the controller replaces the expired table"
+                "the controller has sent a new placement table, which replaces the service's expired table"
             );
         }
         Ok(())
@@ -402,8 +402,8 @@ impl Forwarder {
             self.load_balancer.commit_upgrade()?;
             tracing::info!(
                 event = "upgrade-finished",
-                ?waited,
-                all_resolved = is_ready,
+                waited_for_tables = ?waited,
+                all_servers_resolved = is_ready,
                 "this version's program has replaced the program of another version"
             );
         }
@@ -482,9 +482,8 @@ impl Forwarder {
             .count()
     }
 
-    /// Returns the VIPs that can be announced. Such a VIP has a service with a table and at least one server whose MAC
-    /// address is known. Returns `None` before the first configuration, while an earlier daemon's pinned state
-    /// is in use.
+    /// Returns the VIPs that can be announced: those with a service that has a table and a server with known MAC
+    /// address. Returns `None` before the first configuration, while an earlier daemon's pinned state is in use.
     pub fn vip_announcement_state(&self) -> Option<VipAnnouncementState> {
         if self.services_by_index.is_empty() && self.configuration.confirmed_generation == 0 {
             return None;

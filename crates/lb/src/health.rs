@@ -28,8 +28,8 @@ pub struct HealthChecks {
     /// Time of the last health message on the controller stream, or `None` if none was sent.
     last_message_at: Option<Instant>,
     interface_name: String,
-    /// NAT programs for checks at the VIP. They are loaded for the first such check, and then kept because a check may
-    /// be in progress.
+    /// NAT programs for checks at the VIP. They are loaded for the first of these checks, and then kept because a check
+    /// may be in progress.
     nat_programs: Option<NatPrograms>,
     /// Reason why checks at the VIP are impossible, or `None` if they are possible.
     nat_setup_problem: Option<String>,

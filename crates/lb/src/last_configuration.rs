@@ -109,7 +109,7 @@ impl SavedConfigurationFile {
         coreward_tls::write_secret(&self.file_path, v1::FleetConfiguration::from(configuration).encode_to_vec())
     }
 
-    /// Stores the error of a read or write. Returns it if it differs from the previous one, so that it is logged once.
+    /// Stores the error of a read or write, and returns it if it is new. Each error is thus logged only once.
     fn record_file_result(&mut self, outcome: anyhow::Result<()>) -> Option<String> {
         let problem = outcome.err().map(|error| format!("{error:#}"));
         let previous_error = std::mem::replace(&mut self.last_file_error, problem.clone());

@@ -29,8 +29,7 @@ const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
 /// Interval at which outdated state is removed from the sweeper.
 const EXPIRED_STATE_PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Server and service of a queue of connections. Each queue has both, because a query is about one service and goes to
-/// one server's agent.
+/// Server and service whose connections share a queue. A query is about one service and goes to one server's agent.
 type QueryQueueKey = (ServerId, ServiceAddress);
 
 /// Sweeper of the connection table. It holds the connections that wait for a query, and the open queries to agents.

@@ -18,7 +18,7 @@ pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_STREAMS_PER_CONNECTION: u32 = 32;
 /// Maximum HTTP/2 frame size in bytes. It is the smallest value that HTTP/2 permits.
 const MAX_FRAME_BYTES: u32 = 16 << 10;
-/// HTTP/2 flow-control window in bytes. It has room for a rack controller's summaries of one interval.
+/// HTTP/2 flow-control window in bytes. It has room for a rack controller's summaries of one report interval.
 const FLOW_CONTROL_WINDOW_BYTES: u32 = 256 << 10;
 
 /// Returns a builder of gRPC servers for controllers and rack controllers. The servers detect broken connections.

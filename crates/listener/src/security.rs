@@ -161,7 +161,7 @@ impl StreamAcceptor for ApiAcceptor {
     }
 }
 
-/// Peer that sent a request. Its rejections are counted and logged.
+/// Peer that sent a request. If the peer is rejected, this is counted and logged.
 pub struct AuthenticatedPeer {
     pub caller: ConnectionCaller,
     security: Arc<ListenerSecurity>,

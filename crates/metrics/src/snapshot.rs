@@ -40,9 +40,9 @@ impl MetricsSnapshot {
         add_or_combine_series(series, metric.kind, value, || labels.map(str::to_owned).into());
     }
 
-    /// Adds one series for each value. The first label is the given one, and the second is the value's index from 0.
-    /// Creates no labels for series above [`MAX_SERIES_PER_METRIC`], because ten thousand servers have half a million
-    /// cores.
+    /// Adds one series for each value. The first label is `first_label`, and the second is the value's index from 0.
+    /// Series above [`MAX_SERIES_PER_METRIC`] get no labels, because labels of half a million cores would cost too
+    /// much.
     pub fn add_indexed_values(
         &mut self,
         family: &'static MetricFamily<2>,

@@ -6,7 +6,7 @@
 pub const MAX_FAIR_SHARE_MULTIPLE: f64 = 2.0;
 /// Time (s) in which an empty connection allowance becomes full. A server that joins starts with a full allowance.
 const FULL_ALLOWANCE_SECONDS: f64 = 10.0;
-/// Minimum number of connections in a full allowance. Fewer connections are too few to judge a server by.
+/// Minimum number of connections in a full allowance, because fewer would judge a server by chance.
 const MIN_FULL_ALLOWANCE_CONNECTIONS: f64 = 64.0;
 /// Weight of the newest second in the moving average of a server's fair share (connections per second).
 const FAIR_SHARE_AVERAGE_WEIGHT: f64 = 0.1;

@@ -116,8 +116,8 @@ pub struct Workload {
 
 impl Default for Workload {
     /// Returns the demo's workload. The load of its 16 cores is 60 %, so that a core with a few connections too many is
-    /// overloaded. A request takes 7.5 ms (80 requests per second and core), so that two CPUs can run five pools at
-    /// once. A core then has about eight elephants, each with 10 % of its mean load.
+    /// overloaded. A request takes 7.5 ms (80 requests per second and core), so that two CPUs can run five such pools
+    /// at once. A core then has about eight elephants, each with 10 % of its mean load.
     fn default() -> Self {
         Self {
             duration_us: 38_000_000,
@@ -312,8 +312,8 @@ pub struct ArrivalLogError {
 impl FromStr for ArrivalLog {
     type Err = ArrivalLogError;
 
-    /// Parses an arrival log. Fails unless the text has the form in the module's documentation, connections are in the
-    /// order of their starts, sources are unique, and no connection starts after the log's end.
+    /// Parses an arrival log. Fails unless the text has the form in the module's documentation. Connections must be in
+    /// the order of their starts and start before the log's end. Sources must be unique.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut lines = text.lines().enumerate();
         let (mut log, columns) = (parse_header(lines.next().map_or("", |(_, line)| line))?, lines.next());

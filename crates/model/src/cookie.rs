@@ -149,8 +149,8 @@ pub fn time_part_addend(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
 /// Returns the stamped TSval for the client. It combines the low 16 bits of the server's own TSval `server_tsval_ms`
 /// with the cookie, which is hidden with the current key.
 ///
-/// The result is never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2). If the result would be 0, its time
-/// is one millisecond later.
+/// The result is never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2). In place of 0, returns the TSval of
+/// the next millisecond.
 pub fn stamp_tsval(
     keys: &FleetCookieKeys,
     time_key: &CookieKey,
@@ -188,8 +188,8 @@ pub fn decode_time_part(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> 
     ((tsecr >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_part_addend(time_key, tuple))
 }
 
-/// Maximum time (ms) by which a server's own TSval may be ahead of the clock that restores it. It may be ahead because
-/// the clocks of kernel and BPF are read at different times and rounded differently.
+/// Maximum time (ms) by which a server's own TSval may exceed the clock from which [`restore_tsval`] restores it. The
+/// clocks of kernel and BPF are read at different times and rounded differently.
 pub const TSVAL_RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
 /// Returns the server's own TSval whose low 16 bits are `time_part`. It is the latest possible value that is not after

@@ -182,8 +182,8 @@ impl SimulatedCluster {
         self.install_table(table);
     }
 
-    /// Makes every agent report and computes a placement table, like [`SimulatedCluster::report_and_install_table`].
-    /// The table becomes active only by [`SimulatedCluster::install_table`]. Panics in the same cases.
+    /// Computes a placement table like [`SimulatedCluster::report_and_install_table`], with the same panics. The table
+    /// becomes active only by [`SimulatedCluster::install_table`].
     pub fn report_and_compute_table(
         &mut self,
         measured_ns: u64,
@@ -194,8 +194,8 @@ impl SimulatedCluster {
         self.compute_table_at_times(&vec![Some(measured_ns); self.rss_configs.len()], busy_ns, open_connections, policy)
     }
 
-    /// Does the same as [`SimulatedCluster::report_and_install_table`] with one time of measurement per server, or
-    /// `None` for a server that has not reported yet. Panics if a time is not later than the server's previous one.
+    /// Acts like [`SimulatedCluster::report_and_install_table`], with one time of measurement per server. `None` is for
+    /// a server that has not reported yet. Panics if a time is not later than the server's previous one.
     pub fn report_at_times_and_install(
         &mut self,
         measured_ns_by_server: &[Option<u64>],

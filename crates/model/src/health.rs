@@ -140,8 +140,8 @@ impl ProbeAddress {
 /// Treatment of new connections when no eligible server is up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum WhenAllDown {
-    /// New connections go to every server as if all were up, because checks err more often than all servers fail at
-    /// once.
+    /// New connections go to every server as if all were up. Wrong results of checks are more likely than a failure of
+    /// all servers at once.
     #[default]
     FailOpen,
     /// New connections are dropped.

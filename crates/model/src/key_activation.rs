@@ -2,10 +2,10 @@
 
 use crate::cookie::{CookieKey, FleetCookieKeys};
 
-/// Delay (ms) until a new current key becomes active. It exceeds the pacing time by which the kernel dates packets
-/// ahead, so no later TSval has been sent (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
+/// Delay (ms) until a new current key becomes active. With pacing, the kernel gives packets a send time in the future,
+/// but less far ahead. So no later TSval has been sent (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
 const KEY_SWITCH_DELAY_MS: u32 = 1000;
-/// Age (ms) given to the activation time of a key that becomes active at once.
+/// Time (ms) by which the activation time of a key lies in the past if the key becomes active at once.
 const IMMEDIATE_ACTIVATION_AGE_MS: u32 = 1 << 29;
 /// Maximum age (ms) of an activation time. Older times are renewed, because 32-bit times are compared by the sign of
 /// their difference.

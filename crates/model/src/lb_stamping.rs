@@ -44,7 +44,7 @@ fn time_part_addend(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
 }
 
 /// Returns the stamped TSval for the client. It combines the server's own TSval with the server's id, hidden with the
-/// current key. If the result would be 0 (RFC 7323, Sect. 3.2), its time is one millisecond later.
+/// current key. In place of 0 (RFC 7323, Sect. 3.2), returns the TSval of the next millisecond.
 pub fn stamp_tsval(
     keys: &FleetCookieKeys,
     time_key: &CookieKey,
@@ -270,7 +270,7 @@ mod tests {
             prop_assert!(restored_tsval == sent_ms || restored_tsval == sent_ms.wrapping_add(1));
         }
 
-        /// The later of two TSvals less than 524 s apart is stamped with the later result across any change of keys.
+        /// The later of two TSvals less than 524 s apart is also the later one after stamping, even if the key changes.
         #[test]
         fn stamped_tsval_never_decreases_when_the_key_changes(
             seed: u64, key_words: [u64; 4], client: u32, sent_ms: u32, delay_ms in 1u32..524_000,

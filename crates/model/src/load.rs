@@ -70,9 +70,9 @@ pub enum CoreReadingsRejection {
     },
 }
 
-/// Maximum load of a core in one report interval, as a fraction of its capacity. Reports with a higher load are
-/// rejected. A core is never busier than 1, but the kernel may book time late (once a second on a CPU without ticks).
-/// The next report counts from the last accepted one, so the limit then covers the late bookings. A false report cannot
+/// Maximum load of a core between two accepted reports, as a fraction of its capacity. Reports with a higher load are
+/// rejected. A core is never busier than 1, but the kernel may count busy time late (once a second on a CPU without
+/// ticks). After a rejection, the interval is longer, so the late time is then within the limit. A false report cannot
 /// raise the average by more than the limit allows.
 pub const MAX_ACCEPTED_LOAD: f64 = 16.0;
 

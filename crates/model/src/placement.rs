@@ -143,7 +143,7 @@ pub struct PlacementTable {
     /// Previous server of each bucket, which may still have connections of the bucket (daisy chaining in Beamer,
     /// NSDI'18, Sect. 4.2). The list is empty if no bucket has moved.
     pub previous_consistent_servers: Vec<Option<ServerId>>,
-    /// Servers that are down, by id. Connections whose loss of state is harmless move to other servers.
+    /// Servers that are down, by id. SYNs and UDP packets of their flows go to other servers.
     pub down_servers: Vec<ServerId>,
     /// Age of the load of each core slot ([`PlacementTable::core_slots`]), as a number of tables. A load of age 0 is
     /// new. An old load does not include connections assigned since. The list is empty if all loads are new.

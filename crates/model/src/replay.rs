@@ -53,8 +53,8 @@ impl Default for ReplaySettings {
 pub enum ReplayReportPhase {
     /// All agents measure at the time of the placement table, and round robin starts with the first server.
     Aligned,
-    /// Each agent starts at a random time, as in operation, so its newest report is up to a report interval old when a
-    /// table is computed. Round robin continues after earlier connections.
+    /// Each agent starts at a random time, as in operation. When a table is computed, its newest report is up to a
+    /// report interval old. Round robin continues after earlier connections.
     Random,
 }
 

@@ -295,7 +295,7 @@ pub struct IndirectionTable {
 }
 
 impl PartialEq for IndirectionTable {
-    /// Compares two tables. Clones of one table are equal without a comparison of entries, as for [`RssKey`]s.
+    /// Compares two tables. Two clones are equal without a comparison of entries, because they share them.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.queues, &other.queues) || self.queues == other.queues
     }
@@ -327,8 +327,8 @@ pub enum IndirectionTableError {
 }
 
 impl IndirectionTable {
-    /// Returns the table with these queues. Fails unless their number is a power of two from 1 to 2048, and each fits
-    /// in 16 bits.
+    /// Returns the table with the receive queues `queues`. Fails unless their number is a power of two from 1 to 2048,
+    /// and each queue fits in 16 bits.
     pub fn new(queues: &[u32]) -> Result<Self, IndirectionTableError> {
         if !queues.len().is_power_of_two() || queues.len() > intf::MAX_INDIRECTION_ENTRIES as usize {
             return Err(IndirectionTableError::InvalidEntryCount(queues.len()));
@@ -339,7 +339,7 @@ impl IndirectionTable {
         Ok(Self { queues: queues.iter().enumerate().map(to_queue_number).collect::<Result<_, _>>()? })
     }
 
-    /// Returns a table in which all cores have equally many entries (up to one more or less), shuffled by the seed.
+    /// Returns a table in which the cores' numbers of entries differ by at most one, in an order shuffled by the seed.
     /// Fails if `entry_count` is not a power of two from 1 to 2048.
     ///
     /// The CrossRSS paper draws each entry independently, which gives some cores twice the buckets of others. A
@@ -383,17 +383,16 @@ impl IndirectionTable {
 /// Number of the random-number stream ([`seeded_rng`]) from which indirection tables are drawn.
 const INDIRECTION_TABLE_RNG_STREAM: u64 = 1;
 
-/// RSS configuration of one server, as in its agent's report.
+/// RSS configuration of one server's NIC, as reported by the server's agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RssConfig {
     /// RSS key of the server's NIC.
     pub key: RssKey,
-    /// Indirection table of the server's NIC, whose entries are cores.
+    /// Indirection table of the server's NIC.
     pub indirection_table: IndirectionTable,
 }
 
-/// Error returned for an RSS configuration that the testbed's emulated NIC cannot store, or for invalid registers of
-/// it.
+/// Error of a conversion between an RSS configuration and the registers of the testbed's emulated NIC.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EmulatedRssError {
     /// The length of the key differs from that of the NIC's key register.
@@ -408,7 +407,7 @@ pub enum EmulatedRssError {
 }
 
 impl RssConfig {
-    /// Returns the configuration in the layout by which BPF programs predict a packet's receive queue.
+    /// Returns the configuration for the BPF programs' prediction of receive queues, with the number `generation`.
     pub fn to_bpf_mapping(&self, generation: u32) -> Box<intf::rss_mapping> {
         let mut mapping = Box::new(intf::rss_mapping {
             entry_count: self.indirection_table.entry_count() as u32,
@@ -428,7 +427,7 @@ impl RssConfig {
         Ok(Box::new(intf::emulated_rss { mapping: *self.to_bpf_mapping(generation), key, ..Default::default() }))
     }
 
-    /// Returns the RSS configuration in these registers of the emulated NIC. Fails without a valid indirection table.
+    /// Returns the RSS configuration in `registers` of the emulated NIC. Fails if table or input transform are invalid.
     pub fn from_emulated_registers(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entry_count = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entry_count].iter().map(|queue| u32::from(*queue)).collect();
@@ -500,8 +499,8 @@ mod tests {
             }
         }
 
-        /// Compares the hashes with the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h, applied to whole
-        /// words.
+        /// Compares the hashes with the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h. The expected
+        /// hashes transform whole addresses and ports instead of single bytes.
         #[test]
         fn symmetric_inputs_are_hashed_as_ethtool_defines_them(
             seed: u64, client: u32, port: u16, vip: u32, vip_port: u16,

@@ -15,8 +15,8 @@ pub fn mean(values: &[f64]) -> Option<f64> {
     if values.is_empty() { None } else { Some(values.iter().sum::<f64>() / values.len() as f64) }
 }
 
-/// Returns the median of the values, or `None` without values. The median of an even number is the mean of the middle
-/// two.
+/// Returns the median of the values, or `None` without values. It is the mean of the two middle values if their number
+/// is even.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted_values = values.to_vec();
     sorted_values.sort_by(f64::total_cmp);

@@ -14,15 +14,16 @@ use coreward_intf as intf;
 
 use crate::cookie::{TSVAL_RESTORE_SLACK_MS, restore_tsval};
 
-/// Maximum increase of the TSval in a connection (2^15 - 1 ms). A larger increase is reduced to this value.
+/// Maximum increase (2^15 - 1 ms) of the TSval sent to a client over the TSval that the client last returned. A larger
+/// increase is reduced to this value.
 pub const MAX_TSVAL_STEP_MS: u32 = intf::MAX_STEP_MS;
 
 /// Time part of a TSval that is sent to the client, with the TSval from which it is derived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TsvalTimePart {
-    /// Time part (16 bits), before the time mask is added.
+    /// Time part (16 bits), without the mask that hides it in the TSval.
     pub time_bits: u16,
-    /// Server's own TSval at the time of sending, by which the fleet's key for the stamp is selected.
+    /// Server's own TSval at the time of sending. It decides which of the fleet's keys stamps the packet.
     pub original_tsval: u32,
 }
 
@@ -30,7 +31,7 @@ pub struct TsvalTimePart {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ClampedTimestamp {
     clamped_time_part: TsvalTimePart,
-    /// Last TSecr of the client before the step.
+    /// Client's last TSecr at the time when the TSval was clamped.
     previous_tsecr: TsvalTimePart,
     is_confirmed: bool,
 }
@@ -39,8 +40,8 @@ struct ClampedTimestamp {
 #[derive(Debug, Clone, Default)]
 pub struct PawsClamp {
     last_clamped_timestamp: Option<ClampedTimestamp>,
-    /// Server's own TSval of the last clamped packet in a group of connections. For most packets, it shows that no
-    /// look-up of the connection's clamp is needed.
+    /// Server's own TSval of the last clamped packet. For most packets, it shows without a look-up that no clamp
+    /// applies. (The BPF program stores it per group of connections.)
     last_clamp_tsval_ms: u32,
 }
 
@@ -87,15 +88,15 @@ impl PawsClamp {
         clamped_time_part
     }
 
-    /// Returns whether a packet was clamped so recently that the clamp may matter, although the last TSecr is less than
-    /// a maximum step old. (That TSecr may have been restored to a time slightly after now.)
+    /// Returns whether a packet was clamped within about the last maximum step. Then the clamp may still apply,
+    /// although the last TSecr is newer. (A TSecr may be restored to a time slightly after now.)
     fn was_clamped_recently(&self, server_tsval_ms: u32) -> bool {
         server_tsval_ms.wrapping_sub(self.last_clamp_tsval_ms) as i32
             <= (MAX_TSVAL_STEP_MS + TSVAL_RESTORE_SLACK_MS) as i32
     }
 
-    /// Returns the server's own TSval for the time part of a TSecr that arrives at `now_ms`. The result is never 0,
-    /// which the kernel reads as "no TSecr". Once in 49 days, the result is one millisecond earlier instead.
+    /// Returns the server's own TSval for the time part of a TSecr that arrives at `now_ms`. Instead of 0 (once in 49
+    /// days), returns the value one millisecond earlier, because the kernel reads 0 as "no TSecr".
     pub fn restore_original_tsval(&mut self, time_part: u16, now_ms: u32) -> u32 {
         match self.restore_tsval_or_zero(time_part, now_ms) {
             0 => u32::MAX,
@@ -164,7 +165,7 @@ mod tests {
         Pause {
             milliseconds: u32,
         },
-        /// The server switches to its other key for TSvals that are later than now by at least this delay.
+        /// The server switches to its other key, which then applies to TSvals from this delay after now.
         Switch {
             delay_ms: u32,
         },
@@ -204,8 +205,8 @@ mod tests {
         packets_to_server: VecDeque<TsvalInFlight>,
         /// The client's ts_recent (RFC 7323, Sect. 4.3), or `None` before the SYN-ACK.
         client_ts_recent: Option<TsvalInFlight>,
-        /// Whether the last TSecr was older than 65.5 s, after which time parts repeat. It was then restored to a later
-        /// time.
+        /// Whether the last TSecr was restored to a time that is too late. This happens if it is older than 65.5 s,
+        /// because time parts then repeat.
         is_tsecr_wrapped: bool,
         tuple: FourTuple,
     }
@@ -273,8 +274,8 @@ mod tests {
             }
         }
 
-        /// Switches to the other key if the last switch is over and its clamped packets are confirmed. The controller
-        /// keeps switches hours apart, so that TCP gives up silent connections between them.
+        /// Switches to the other key if the last switch is over and its clamped packets are confirmed. The controller's
+        /// switches are hours apart, so TCP has given up silent connections before the next one.
         fn switch_key_if_safe(&mut self, delay_ms: u32) {
             let is_after_switch = |original: u32| original.wrapping_sub(self.key_switch_ms) as i32 >= 0;
             let is_clamp_after_switch = self.paws_clamp.last_clamped_timestamp.is_none_or(|held_timestamp| {

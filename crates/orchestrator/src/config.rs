@@ -101,7 +101,7 @@ config_struct! {
         pattern as "match": Option<PayloadMatchTable>,
         /// Priority of the service, which selects the queue at each core; 0 is the highest.
         priority: BoundedInteger<0, 7> = BoundedInteger(0),
-        /// Weight in a core's rank, from 0 to 1, of requests whose priority is lower than that of the new request.
+        /// Weight (0 to 1) with which a request of lower priority than the service counts in a core's rank.
         lambda: f64 = Lambda::PAPER_VALUE.get(),
         /// Name of the service's group.
         group: Option<PrintableName>,
@@ -184,8 +184,7 @@ string_enum!(
     ]
 );
 
-/// Services without mistakes, with each service's queue in the same order, and the addresses at which the daemon
-/// listens.
+/// Services without mistakes, their scheduler queues in the same order, and the addresses at which the daemon listens.
 struct CheckedServices {
     listeners: Vec<(SocketAddrV4, RequestClassifier)>,
     services: Vec<EngineServiceConfig>,
@@ -234,8 +233,8 @@ impl UncheckedOrchestratorConfig {
         })
     }
 
-    /// Checks the services, and returns those without mistakes. Returns `None` if a service's group has no
-    /// configuration.
+    /// Checks the services, reports their mistakes, and returns the services without mistakes. Returns `None` if a
+    /// service's group has no configuration.
     fn check_services(
         &self,
         group_configs: &[SchedulingGroupConfig],

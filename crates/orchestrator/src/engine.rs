@@ -200,7 +200,7 @@ impl DispatchEngine {
                 core,
                 service,
                 %error,
-                "a core's queue rejects a request: the orchestrator drops the request and releases the core"
+                "the request queue of a core does not accept a request: the orchestrator drops the request"
             );
             self.services[usize::from(service)].counters.rejected_requests += 1;
             self.counters.damaged_queues += u64::from(matches!(error, RuntimeError::DamagedQueue { .. }));
@@ -461,8 +461,8 @@ impl EngineStateRefs<'_> {
                     service,
                     count = completion_count,
                     %error,
-                    "a worker reports the completion of requests that it did not have: the orchestrator ignores it, \
-                     and does not log further cases"
+                    "a worker reports more completed requests than it was sent: the orchestrator ignores the report, \
+                     and logs no further ones"
                 );
             }
             self.counters.rejected_feedback += 1;

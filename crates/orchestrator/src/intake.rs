@@ -14,7 +14,7 @@ pub struct RequestIntake {
     af_xdp_intake: Option<DatagramIntake>,
     /// Reason why AF_XDP is not in use although the configuration requests it.
     fallback_reason: Option<String>,
-    /// Last counters of the AF_XDP intake after it has ended.
+    /// Counters of the AF_XDP intake when it ended. The list is empty before that.
     final_counters: DatagramCounters,
 }
 

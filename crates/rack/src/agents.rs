@@ -28,8 +28,8 @@ use crate::reducer::ReportReducer;
 /// Maximum number of updates that wait for one agent. An agent that does not read its updates is disconnected at this
 /// limit.
 const AGENT_QUEUE_LENGTH: usize = 64;
-/// Maximum number of reports that wait for the controller, averaged over the agents. An agent whose report would exceed
-/// the limit must reconnect, because a dropped report may have contained its RSS configuration.
+/// Maximum number of reports that wait for the controller, per connected agent on average. An agent whose report would
+/// exceed the total must reconnect, because a dropped report may have contained its RSS configuration.
 const MAX_WAITING_REPORTS_PER_AGENT: usize = 16;
 
 type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;

@@ -12,7 +12,7 @@ use coreward_model::policy::MAX_CANDIDATES;
 use coreward_tls::CredentialFiles;
 use coreward_tls::certificate::CertificateFingerprint;
 
-/// Interval between an agent's complete reports, at most a minute because `coreward status` shows them.
+/// Interval between an agent's complete reports, at most a minute so that `coreward status` is not too old.
 type DetailedReportInterval = BoundedDuration<{ 100 * MILLISECOND_NS }, MINUTE_NS>;
 
 config_struct! {
@@ -21,7 +21,7 @@ config_struct! {
     pub struct RackControllerConfig {
         /// Name of the rack in `coreward status`; different for every rack.
         pub name: String as PrintableName,
-        /// Address and port at which agents connect; the agents' files have it as `controller`.
+        /// Address and port at which agents connect; `controller` in the agents' files names it.
         pub listen: SocketAddr,
         /// Addresses of the controllers: one, or a list.
         pub controllers as "controller": ControllerAddresses,
@@ -36,7 +36,7 @@ config_struct! {
         pub tls: Option<CredentialFiles>,
         /// Certificates that are rejected although they are valid, such as those of lost keys.
         pub revoked_certificates: Vec<CertificateFingerprint>,
-        /// Suppresses the warning about plain connections from other hosts, without `[tls]`.
+        /// Suppresses the warning that connections from other hosts are not encrypted without `[tls]`.
         pub allow_plaintext: bool = false,
     }
 }

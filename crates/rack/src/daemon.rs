@@ -187,8 +187,8 @@ async fn run_controller_sessions(config: &RackControllerConfig, rack_state: &Rac
     }
 }
 
-/// Records and logs that the controller has accepted this rack. The controller's first update shows this, so later
-/// updates have no effect.
+/// Records and logs that the controller has accepted this rack. Called for each of the controller's updates, the first
+/// of which shows the acceptance. Later calls have no effect.
 fn record_acceptance(
     config: &RackControllerConfig,
     connection: &ControllerConnection,

@@ -15,7 +15,7 @@ use coreward_wire::{AgentReport, RackConfiguration, RackMember, RackServer, Rack
 /// Age at which a forwarded report expires, as a number of detail intervals.
 const REPORT_VALIDITY_INTERVALS: u32 = 3;
 
-/// Reducer of agents' reports to summaries for the controller. It also selects the reports to forward completely.
+/// Converter of agents' reports into summaries for the controller. It also selects the reports to forward completely.
 pub struct ReportReducer {
     detail_interval: Duration,
     max_candidates_per_bucket: usize,
@@ -87,7 +87,8 @@ impl ReportReducer {
                         service_index = service.index.get(),
                         policy = service.policy_name,
                         error = %policy_error,
-                        "this rack does not know the service's policy and sends no loads for it: upgrade the rack"
+                        "the rack controller does not know the service's policy, and sends no loads for the service: \
+                         upgrade the rack controller"
                     );
                 }
             }

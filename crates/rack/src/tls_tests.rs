@@ -87,7 +87,7 @@ impl TestCertificates {
     }
 }
 
-/// Registers as the agent of `server` with this certificate. Returns the peer's first update.
+/// Connects to a rack or controller and registers as the agent of `server`. Returns the first update that it receives.
 async fn request_first_update(
     credential_files: &CredentialFiles,
     expected_roles: &'static [FleetRole],

@@ -39,8 +39,8 @@ fn format_vlan(reply: &Explanation) -> String {
     name_and_vlan.map_or_else(String::new, |(name, vlan)| format!("Frames to {name} are in VLAN {vlan}.\n"))
 }
 
-/// Returns the output line with the share of packets for which the cookie selects the server. The line is empty if load
-/// balancers do not stamp the service's cookies.
+/// Returns the output line with the share of established packets whose server is selected by the cookie. The line is
+/// empty if load balancers do not stamp the service's cookies.
 fn format_cookie_share(reply: &Explanation) -> String {
     reply.cookie_share.map_or_else(String::new, |share| {
         format!("Load balancers decide {:.2} % of its established packets by the cookie.\n", share * 100.0)

@@ -306,8 +306,8 @@ fn describe_missing_configuration(state: &LoadBalancerState, services: &[Service
         .then(|| format!("no table is in force yet for {}", services_without_table.join(", ")))
 }
 
-/// Formats one line per service with the number of servers whose timestamp clock is known, and the problems of other
-/// servers' clocks.
+/// Formats one line per service with the number of servers whose timestamp clock is known. A warning follows for each
+/// clock with a problem.
 fn server_clocks_text(state: &LoadBalancerState) -> String {
     let mut clocks_by_service: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
     for clock in &state.server_clocks {

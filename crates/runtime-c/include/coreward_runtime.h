@@ -25,7 +25,7 @@
 #define COREWARD_DEDICATED 1
 
 /**
- * Assignment by which hints open cores to both services and close them again.
+ * Assignment by which both services share some cores, and hints change the number of service 0's own cores.
  */
 #define COREWARD_HYBRID 2
 
@@ -155,7 +155,7 @@ struct coreward_allocator *coreward_allocator_new(int assignment,
                                                   uint16_t reserved);
 
 /**
- * Frees an allocator, unless it is null. No worker may use it then.
+ * Frees an allocator, unless it is null. No worker may use it afterwards.
  */
 void coreward_allocator_free(struct coreward_allocator *allocator);
 
@@ -248,7 +248,8 @@ int coreward_load_feedback(struct coreward_worker *worker,
                            uint32_t count);
 
 /**
- * Enables hints to scale a service up (EnableLoadMonitor), if a request waits at two checks `epoch_ns` apart.
+ * Enables hints to scale a service up (EnableLoadMonitor). A hint is sent if a request waits at two consecutive
+ * checks, which are `epoch_ns` apart.
  */
 int coreward_enable_scale_up(struct coreward_worker *worker,
                              uint8_t service,

@@ -48,7 +48,7 @@ pub type Handler = Option<
 pub const COREWARD_COMPLETE_SHARE: c_int = 0;
 /// Assignment by which each core runs one service, and hints move cores between the services.
 pub const COREWARD_DEDICATED: c_int = 1;
-/// Assignment by which hints open cores to both services and close them again.
+/// Assignment by which both services share some cores, and hints change the number of service 0's own cores.
 pub const COREWARD_HYBRID: c_int = 2;
 
 /// Assignment of cores to services, which the workers of a process share.
@@ -116,7 +116,7 @@ pub extern "C" fn coreward_allocator_new(assignment: c_int, cores: u16, reserved
     }))
 }
 
-/// Frees an allocator, unless it is null. No worker may use it then.
+/// Frees an allocator, unless it is null. No worker may use it afterwards.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_allocator_free(allocator: *mut Allocator) {
     // SAFETY: by the interface's contract.

@@ -188,7 +188,8 @@ pub unsafe extern "C" fn coreward_load_feedback(worker: *mut Worker, service: u8
     unsafe { call_with_worker(worker, |worker| worker.send_load_feedback(service, core, count)) }
 }
 
-/// Enables hints to scale a service up (EnableLoadMonitor), if a request waits at two checks `epoch_ns` apart.
+/// Enables hints to scale a service up (EnableLoadMonitor). A hint is sent if a request waits at two consecutive
+/// checks, which are `epoch_ns` apart.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: u8, epoch_ns: u64) -> c_int {
     let Some(epoch) = epoch_from_nanoseconds(epoch_ns) else { return -1 };

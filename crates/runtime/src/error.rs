@@ -74,7 +74,7 @@ pub enum RuntimeError {
     #[error("priority {priority}: expected 0 to {last}")]
     PriorityOutOfRange {
         priority: u8,
-        /// Number of the lowest priority, which is the largest number, because 0 is the highest priority.
+        /// Largest valid number. It is the lowest priority, and 0 is the highest.
         last: u8,
     },
     #[error("service {service} at {address} with priority {priority}: the orchestrator has {expected}")]
@@ -91,7 +91,7 @@ pub enum RuntimeError {
     /// A ring is full, because its consumer does not empty it.
     #[error("core {core}: the ring of {ring} is full")]
     RingFull { core: u16, ring: &'static str },
-    /// The other side has stored an impossible cursor value.
+    /// The process at the other end of a ring has stored an impossible cursor value.
     #[error("core {core}: {cursors}")]
     DamagedQueue { core: u16, cursors: DamagedRingCursor },
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Cursor of a ring, in memory that producer and consumer share. Only one of these two stores values in it.
 pub trait RingCursor {
-    /// Returns the cursor's value. Memory accesses of the storing side before its store become visible (acquire).
+    /// Returns the cursor's value. All memory accesses of the other side before its store are then visible (acquire).
     fn load(&self) -> u32;
     /// Stores a value. All earlier memory accesses of this side become visible with it (release).
     fn store(&self, value: u32);
@@ -120,7 +120,7 @@ impl RingConsumer {
         self.own_head = self.own_head.wrapping_add(1);
     }
 
-    /// Returns all slots that the consumer has read to the producer, which may reuse them.
+    /// Releases all slots that the consumer has read, so that the producer may reuse them.
     #[inline]
     pub fn release_read_slots(&self, head: &impl RingCursor) {
         head.store(self.own_head);

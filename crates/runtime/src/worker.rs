@@ -47,8 +47,8 @@ impl OrchestratorConnection {
     }
 
     /// Registers this process as the one that serves a service (RegisterService). Address and priority must be those of
-    /// the orchestrator's configuration. Fails when the orchestrator has no such service or another address or priority
-    /// for it, the priority is out of range, or another process has registered it.
+    /// the orchestrator's configuration. Fails when they differ, the service is unknown, the priority is out of range,
+    /// or the service is already registered.
     pub fn register_service(&self, service: u8, address: SocketAddrV4, priority: u8) -> Result<(), RuntimeError> {
         let lowest_priority = self.segment.geometry.priority_count - 1;
         if priority > lowest_priority {
@@ -261,7 +261,8 @@ impl Worker<'_> {
         )
     }
 
-    /// Returns the priority and slot of the oldest waiting request of the highest priority above `priority_limit`.
+    /// Returns the priority and slot of the oldest request of the highest priority whose number is below
+    /// `priority_limit`.
     #[inline]
     pub(crate) fn highest_priority_request_slot(&self, priority_limit: u8) -> Option<(u8, u32)> {
         let sequence_of_slot = |priority, slot| {
@@ -291,8 +292,8 @@ impl Worker<'_> {
         request_consumer.release_read_slots(head);
     }
 
-    /// Returns the number of requests that wait or are served at a core and have the priority of `service`. Returns 0
-    /// if the service is out of range. Panics if the core is out of range.
+    /// Returns how many requests with the priority of `service` wait at a core or are being served there. Returns 0 if
+    /// the service is out of range. Panics if the core is out of range.
     pub fn queued_request_count(&self, service: u8, core: u16) -> u32 {
         let core_cursors = self.segment.core_cursors(core);
         let Ok(ServiceEntry { priority, .. }) = self.segment.service(service) else { return 0 };

@@ -207,7 +207,7 @@ fn open_database(path: &Path) -> Result<Database, FleetStoreError> {
     })
 }
 
-/// Opens a copy of the file in memory. After a crash, opening repairs the database, for which it must be writable.
+/// Opens a copy of the file in memory. The copy is writable, because opening repairs the database after a crash.
 fn open_in_memory_copy(path: &Path) -> anyhow::Result<Database> {
     let bytes = std::fs::read(path)?;
     anyhow::ensure!(!bytes.is_empty(), "nothing in it");

@@ -32,12 +32,12 @@ const DOCUMENT_GENERATION_PART: &str = "document_generation";
 const AUDIT_PART_PREFIX: &str = "audit/";
 
 const AUDIT_ENTRIES_PER_PART: u64 = 50;
-/// Number of server rows in one part. Even if each server is in 1,000 services, the part fits into one transaction.
+/// Number of server rows in one part, which fits into one transaction even if each server is in 1,000 services.
 const SERVERS_PER_PART: u16 = 16;
 /// Maximum size of a piece of the fleet document, in bytes.
 const MAX_DOCUMENT_PIECE_BYTES: usize = 256 << 10;
-/// Maximum size of a value in bytes, because etcd accepts requests of at most 1.5 MiB. Further pieces of a longer row
-/// are stored under the row's name, a blank (which no name contains) and a number.
+/// Maximum size of a stored value in bytes, because etcd accepts requests of at most 1.5 MiB. A longer row is split.
+/// Its further pieces have keys that consist of the row's name, a blank (which no name contains) and a number.
 const MAX_VALUE_BYTES: usize = 512 << 10;
 
 /// Store of the fleet's records in etcd, for the leading controller. Asynchronous code must not call its functions,

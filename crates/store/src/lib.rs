@@ -69,8 +69,8 @@ mod tests {
     use coreward_fleet::records::DrainRecord;
     use coreward_fleet::records::{FleetDocument, FleetRecords, ServerRecord, ServiceMembership, ServiceRecord};
 
-    /// Returns the record of a drained server. With `left_at_s`, the server left its service and the fleet document at
-    /// that time (s since 1970).
+    /// Returns the record of a drained server, or of one that left its service and the fleet document at `left_at_s` (s
+    /// since 1970).
     fn server_record(id: u64, left_at_s: Option<u64>) -> ServerRecord {
         let membership =
             left_at_s.map_or(ServiceMembership::Present, |s| ServiceMembership::LeftAt(Duration::from_secs(s)));

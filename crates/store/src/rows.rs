@@ -79,10 +79,11 @@ pub struct FleetRow {
     keys_generation: u64,
     /// Time at which the current key came into use, in seconds since 1970.
     current_key_since: u64,
-    /// Whether the announced rotation is forced, or absent if no rotation is in progress.
+    /// Whether the rotation in progress is forced, or absent if there is no rotation.
     announced: Option<bool>,
     rss_key: String,
-    /// Time of the last write by the records' clock (s since 1970). If it is absent, the wall clock is used.
+    /// Time of the last write (s since 1970) by the records' clock, which stops while no controller runs. If it is
+    /// absent, the clock starts with the wall clock's time.
     clock: Option<u64>,
 }
 
@@ -111,7 +112,7 @@ pub struct ServerRow {
     services: BTreeMap<String, Option<u64>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     drain: Option<DrainRow>,
-    /// Names of the racks that may report for the server. If they are absent, the fleet's racks may do so.
+    /// Names of the racks that may report for the server. If they are absent, the fleet's list of racks applies.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     racks: Option<BTreeSet<String>>,
     /// VLAN of the frames to the server, or absent if they are untagged.
@@ -121,7 +122,7 @@ pub struct ServerRow {
 
 #[derive(Debug, Serialize, Deserialize)]
 struct DrainRow {
-    /// Time of the last change of the drain, in seconds since 1970.
+    /// Time at which the drain was last changed, in seconds since 1970.
     since: u64,
     generation: u64,
     /// Names of the services in which the server is drained, or absent for all services.

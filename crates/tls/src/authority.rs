@@ -27,7 +27,7 @@ use crate::certificate::{Certificate, unix_now};
 use crate::disk::{self, write_public_file, write_secret};
 use crate::identity::{FleetIdentity, FleetRole, IdentityName};
 
-/// Tolerated difference between two machines' clocks. The validity of a certificate begins this long before its issue.
+/// Tolerated difference between two machines' clocks. A certificate's validity begins this much earlier than its issue.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
 /// One day, the unit in which operators give the validity of certificates.
 pub const DAY: Duration = Duration::from_secs(86_400);
@@ -225,7 +225,7 @@ impl CertificateAuthority {
         }
     }
 
-    /// Makes the next authority the signing one. Continues an earlier attempt that was interrupted.
+    /// Makes the next authority sign all new certificates. Continues an earlier attempt that was interrupted.
     fn switch_to_next_authority(&self) -> anyhow::Result<()> {
         let next_key = self.read_key("next.key")?;
         if !self.is_certificate_of_key(&next_key, "authority.crt")? {

@@ -21,7 +21,7 @@ pub enum ConnectionFailureReason {
     /// The peer does not use TLS 1.3.
     NotTls,
     NoCertificate,
-    /// The certificate is signed by an authority that is not in `ca`.
+    /// The certificate is signed by an authority that is not in the file `ca` of `[tls]`.
     UnknownAuthority,
     Expired,
     NotYetValid,
@@ -192,7 +192,7 @@ fn describe_clocks(before_or_after: &str, validity_bound: UnixTime, now: UnixTim
     )
 }
 
-/// Returns a description for the operator of a TLS alert that the peer has sent.
+/// Returns a text that explains a TLS alert from the peer to the operator.
 fn describe_alert(alert: AlertDescription) -> String {
     let cause = match alert {
         // Peers also send this alert for certificates that are not valid yet (RFC 8446).
@@ -245,7 +245,7 @@ impl ConnectionFailureCounters {
             reason,
             error = %failure,
             not_logged = unlogged_count,
-            "the daemon rejects a TLS connection; before it, `not_logged` rejections for this reason were not logged"
+            "the daemon rejects a TLS connection; `not_logged` earlier rejections for this reason were not logged"
         );
     }
 

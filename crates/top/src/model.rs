@@ -93,7 +93,8 @@ impl PageModel {
             .collect()
     }
 
-    /// Returns the oldest load sample, the newest load sample, and the time between them in seconds.
+    /// Returns the oldest load sample, the newest load sample, and the time between them in seconds. Returns `None`
+    /// without two samples of different times.
     fn oldest_and_newest_load_samples(&self) -> Option<(&Loads, &Loads, f64)> {
         let (oldest, newest) = (self.load_samples.front()?, self.load_samples.back()?);
         let elapsed_s = newest.uptime_ms.saturating_sub(oldest.uptime_ms) as f64 / 1000.0;

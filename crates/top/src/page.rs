@@ -58,9 +58,9 @@ pub fn full_page_height(status: &Status) -> u16 {
     u16::try_from(line_count).unwrap_or(u16::MAX)
 }
 
-/// Returns the heights of the sections for services, load balancers and warnings. If everything fits, each section gets
-/// the lines that it needs. Otherwise, each gets at most [`MAX_MINOR_SECTION_LINES`], and fewer on a small page. Three
-/// more lines of the page are for the header and the footer.
+/// Returns the heights (lines) of the sections for services, load balancers and warnings. If everything fits, each
+/// section gets the lines that it needs. Otherwise, each gets at most [`MAX_MINOR_SECTION_LINES`], and fewer on a small
+/// page. Three lines are reserved for header and footer.
 fn section_heights(wanted_section_lines: [usize; 3], server_count: usize, area: Rect) -> [u16; 3] {
     let mut free_line_count = usize::from(area.height).saturating_sub(3);
     let needed_line_count = wanted_section_lines.iter().sum::<usize>() + server_count + 1;

@@ -61,8 +61,7 @@ pub fn run_top(client: &ControllerClient, print_once: bool) -> anyhow::Result<Op
     outcome.map(|()| None)
 }
 
-/// Waits for a signal that ends the process. The signal is handled, so that the terminal can be restored before the
-/// end.
+/// Waits for SIGTERM or SIGHUP. Handling the signal gives time to restore the terminal before the process ends.
 async fn wait_for_signal() -> std::io::Result<()> {
     let (mut terminate, mut hangup) = (signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
     tokio::select! {

@@ -12,9 +12,9 @@ use crate::{UnusableService, WireError, WireErrorContext as _, v1};
 /// Difference between two successive fleet configurations in a stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetChange {
-    /// Number in the stream of the configuration before the change.
+    /// Number that the configuration before the change has in the stream.
     pub base_configuration_number: u64,
-    /// Number in the stream of the configuration after the change.
+    /// Number that the configuration after the change has in the stream.
     pub next_configuration_number: u64,
     /// Configuration after the change, with only the new and changed services.
     pub configuration: FleetConfiguration,

@@ -50,7 +50,7 @@ impl ServiceIndex {
     }
 }
 
-/// Configuration of load balancers, by which they recognise established connections. Placement tables for new
+/// Configuration by which load balancers forward packets of established connections. Placement tables for new
 /// connections are separate messages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetConfiguration {
@@ -68,7 +68,7 @@ pub struct FleetConfiguration {
     pub table_lifetime: Duration,
 }
 
-/// Load balancer, as every load balancer of the fleet knows it.
+/// Description of one load balancer, which every load balancer of the fleet receives.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerLoadBalancer {
     /// Name of the load balancer in its configuration file.
@@ -81,8 +81,8 @@ pub struct PeerLoadBalancer {
     pub is_alive: bool,
 }
 
-/// Time without a message after which a load balancer counts as lost. A restarted daemon returns earlier. TCP
-/// retransmits after 0.2, 0.6, 1.4 and 3.0 s, so packets should have another path before 3.0 s.
+/// Time without a message after which a load balancer counts as lost. A daemon restarts in less time. TCP retransmits
+/// after 0.2, 0.6, 1.4 and 3.0 s, and the last of these packets should already take another path.
 pub const LOAD_BALANCER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Interval between a load balancer's state messages, which is a quarter of [`LOAD_BALANCER_TIMEOUT`].
@@ -150,8 +150,8 @@ pub struct AgentConfiguration {
     pub fleet_rss_key: RssKey,
     /// Id of this server, which is also the seed of its indirection table.
     pub server_id: ServerId,
-    /// Servers to which this server's buckets belonged before. It may forward packets of connections that it does not
-    /// have to them. This list may change without a new generation.
+    /// Servers to which this server's buckets belonged before. This server may forward packets to them if it does not
+    /// have the packets' connections. The list may change without a new generation.
     pub previous_servers: Vec<PreviousServer>,
     /// Whether an operator drains the server. If so, the agent counts open connections more often.
     pub is_draining: bool,
@@ -528,7 +528,7 @@ pub struct UnusableService {
 }
 
 impl UnusableService {
-    /// Returns `previous_service` with the servers of this unusable service, so that drains of servers take effect.
+    /// Returns `previous_service` with this service's servers, if they are usable, so that drains still take effect.
     pub fn with_servers_applied_to(&self, previous_service: &Service) -> Service {
         Service {
             servers: self.servers.clone().unwrap_or_else(|| previous_service.servers.clone()),
@@ -536,7 +536,7 @@ impl UnusableService {
         }
     }
 
-    /// Returns the message that reports to the controller that this service of configuration `generation` was rejected.
+    /// Returns a message to the controller, which reports that version `generation` of this service is rejected.
     pub fn to_rejected_update(&self, generation: u64) -> v1::RejectedUpdate {
         v1::RejectedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
     }

@@ -51,12 +51,12 @@ pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficCountsMessage};
 
-/// Metadata key of a gRPC status UNAVAILABLE. Its value is the leading controller's address and port, as in daemons'
-/// files.
+/// Metadata key of a gRPC status UNAVAILABLE. Its value is the leading controller's address and port, in the form of
+/// the daemons' setting `controller`.
 pub const LEADER_HEADER: &str = "coreward-leader";
 
 /// Metadata key at the beginning of a gRPC stream. Its value is the answering controller's term in decimal, which grows
-/// with every new leader. The key is absent if the controller has a store of its own.
+/// with every new leader. The key is absent if the controllers elect no leader.
 pub const TERM_HEADER: &str = "coreward-term";
 
 /// Types generated from `proto/*.proto`. The comments in those files are their documentation.

@@ -68,7 +68,7 @@ mod tests {
 
     use super::*;
 
-    /// Message with ordinary `repeated` fields in the generated code, as in other versions.
+    /// Message with ordinary `repeated` fields, as other versions generate it from the same protocol.
     #[derive(Clone, PartialEq, prost::Message)]
     struct RepeatedNumbers {
         #[prost(uint64, repeated, tag = "3")]

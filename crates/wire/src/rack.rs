@@ -18,7 +18,7 @@ use crate::rss::parse_key;
 use crate::{ServiceIndex, WireError, WireErrorContext as _, packed, v1};
 
 /// Maximum number of cores in a histogram bin, which is more than any rack has. No load is above 16 (the model's
-/// `MAX_ACCEPTED_LOAD`). Load sums over a thousand racks therefore stay below 2^64 and can be subtracted.
+/// `MAX_ACCEPTED_LOAD`). Load sums over a thousand racks, in units of 2^-32, therefore fit into 64 bits.
 const MAX_CORES_PER_BIN: u64 = 1 << 18;
 /// Maximum load of a core in units of 2^-32 cores, in which load sums are counted.
 const MAX_CORE_LOAD_FIXED_POINT: u64 = (MAX_ACCEPTED_LOAD as u64) << 32;
@@ -32,8 +32,8 @@ const MAX_MESSAGE_BYTES: usize = 2 << 20;
 pub struct RackConfiguration {
     /// Time between two summaries of the rack.
     pub report_interval: Duration,
-    /// Minimum interval between an agent's full reports. A draining server and a changed detail cause earlier full
-    /// reports.
+    /// Minimum interval between an agent's full reports. Reports are sent earlier if the server drains, or if its
+    /// warnings, RSS or active configuration change.
     pub detail_interval: Duration,
     /// Weight of the newest report in a core's smoothed load.
     pub load_ewma_alpha: SmoothingWeight,

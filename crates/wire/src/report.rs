@@ -16,7 +16,7 @@ use crate::{ReportedRss, WireError, WireErrorContext as _, v1};
 pub struct AgentReport {
     /// Time at which the report was sent, as time since 1970 by the server's wall clock.
     pub sent_at: Duration,
-    /// Time after which the report expires. The server then counts with the mean load until the next report.
+    /// Time after which the report expires. Until the next report, policies use the pool's mean load for the server.
     pub time_to_live: Duration,
     /// Sequence number of the report, time of measurement, and busy times of the cores.
     pub readings: CoreReadings,
@@ -30,7 +30,7 @@ pub struct AgentReport {
     pub rss_matched_syn_count: u64,
     /// Number of SYNs that arrived at another receive queue than predicted.
     pub rss_mismatched_syn_count: u64,
-    /// Generation of the newest active configuration that this stream delivered, or 0 if there is none yet.
+    /// Generation of the newest configuration from this stream that the agent has activated, or 0 if there is none yet.
     pub configuration_generation: u64,
     /// Details of the server, or `None` if they have not changed since the previous report of the stream.
     pub details: Option<AgentReportDetails>,
@@ -67,8 +67,8 @@ pub struct CountedConnections {
     pub count_age: Duration,
     /// Generation of the agent's configuration that was active when the count began.
     pub configuration_generation: u64,
-    /// Number of connections by service name. All TCP services of that configuration are included, even those without
-    /// connections.
+    /// Number of connections by service name, for all TCP services of the configuration `configuration_generation`,
+    /// even those without connections.
     pub connection_count_by_service: BTreeMap<String, u32>,
 }
 
@@ -99,7 +99,7 @@ impl From<CountedConnections> for v1::CountedConnections {
 /// Reason why an agent's report is unusable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AgentReportError {
-    /// The RSS configuration is invalid. Other parts may be valid, but the announced RSS generation is unusable.
+    /// The RSS configuration is invalid, so the report's RSS generation is unusable. Other parts may be valid.
     #[error("{0}")]
     InvalidRss(WireError),
     /// The time to live is out of range. With 0, every report would be expired. With a long time, a dead agent's stream

@@ -8,8 +8,7 @@ use coreward_intf as intf;
 use crate::v1;
 
 const MAX_TEXT_CHARS: usize = 512;
-/// Maximum number of services in a message, which is the number of service indexes. It also limits each kind of
-/// counter.
+/// Maximum number of counters or services in one list of a message. It equals the number of service indexes.
 const MAX_COUNTERS: usize = 1024;
 /// Maximum number of servers in a message, which is the number of server ids.
 const MAX_SERVERS: usize = 16_384;

@@ -72,7 +72,8 @@ fn measure_connection_counting(args: &CountingBenchArgs) -> anyhow::Result<Bench
         heading: "Counting connections",
         method_description: format!(
             "The agent counts its services' connections by the kernel's sock_diag(7). Durations are medians of {} \
-             counts of real sockets (CLOSE-WAIT). If all services have one port, the kernel skips all other sockets.",
+             counts of real sockets in state CLOSE-WAIT. If all services have one port, the kernel skips all other \
+             sockets.",
             args.rounds
         ),
         tables: vec![table],
@@ -96,7 +97,8 @@ impl ConnectionSink {
         Ok(Self { _listener: listener, address, open_connection_count: 0 })
     }
 
-    /// Opens connections until the server has `target_count` of them. The clients close their sockets at once.
+    /// Opens connections until the server has `target_count` of them. The clients close their sockets at once, but the
+    /// server's stay open in CLOSE-WAIT.
     fn open_connections_up_to(&mut self, target_count: u32) -> anyhow::Result<()> {
         for connection_index in self.open_connection_count..target_count {
             let client = new_tcp_socket()?;

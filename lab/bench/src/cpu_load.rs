@@ -30,7 +30,7 @@ pub struct CpuLoadBenchArgs {
     /// Number of windows per case
     #[arg(long, default_value_t = Self::default().windows, value_parser = clap::value_parser!(u32).range(1..))]
     windows: u32,
-    /// Length of a window (ms); the kernel samples 100 to 1,000 times a second
+    /// Length of a window (ms); the kernel takes its own load samples only every 1 to 10 ms
     #[arg(long, default_value_t = Self::default().window_ms, value_parser = clap::value_parser!(u64).range(100..))]
     window_ms: u64,
 }
@@ -112,12 +112,13 @@ fn measure_cpu_load(args: &CpuLoadBenchArgs) -> anyhow::Result<BenchReport> {
         heading: "The load of a core",
         method_description: format!(
             "CPU {SENDER_CPU} sends UDP datagrams to a veth device, and CPU {RECEIVER_CPU} drops them, by RPS or in a \
-             NAPI thread. cpu_load.bpf.c measures `load`. /proc/stat has `not idle`, `stolen` and `sum` (of all \
-             columns). `difference` is the distance of `load`, in percentage points, from the range `not idle` less \
-             `stolen` to `not idle`. Without IRQ_TIME_ACCOUNTING the kernel samples all but idle time. Events are task \
-             switches, and starts and ends of interrupts and softirqs, on all CPUs. `program` is an event's time by \
-             the kernel's run-time statistics, `empty` that of an empty program. Values are medians of {windows} \
-             windows of {window_ms} ms."
+             NAPI thread. The column `load` is measured by cpu_load.bpf.c. The columns `not idle`, `stolen` and `sum` \
+             (of all states) are from /proc/stat. The column `difference` is by how many percentage points `load` is \
+             outside the range from (`not idle` - `stolen`) to `not idle`. Without IRQ_TIME_ACCOUNTING the kernel \
+             measures only idle time exactly, and samples all other states. Events are task switches, and starts and \
+             ends of interrupts and softirqs, on all CPUs. The columns `program` and `empty` are the run times of \
+             cpu_load.bpf.c and of an empty program per event (kernel's run-time statistics). Values are medians of \
+             {windows} windows of {window_ms} ms."
         ),
         tables: vec![load_table, cost_table],
     })
@@ -133,7 +134,8 @@ struct LoadWindow {
 }
 
 impl LoadWindow {
-    /// Returns the distance of the measured load from the range of the kernel's accounting, in percentage points.
+    /// Returns how far (percentage points) the measured load is outside the kernel's range, which is the busy time
+    /// without and with stolen time. The result is negative below the range.
     fn distance_from_kernel_load_pct(&self) -> f64 {
         let KernelCpuLoad { not_idle_pct, stolen_pct, .. } = self.kernel_load;
         self.measured_load_pct - self.measured_load_pct.clamp(not_idle_pct - stolen_pct, not_idle_pct)

@@ -7,7 +7,7 @@ use nix::sched::{CpuSet, sched_setaffinity};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 
-/// Process ID with which [`bind_to_cpu`] binds the calling thread.
+/// Process ID 0, by which [`bind_to_cpu`] binds the calling thread.
 pub const THIS_THREAD: Pid = Pid::from_raw(0);
 
 /// Returns the CPU time that the calling thread has used so far.

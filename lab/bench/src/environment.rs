@@ -19,7 +19,7 @@ pub fn describe_measurement() -> String {
         read_command_output("git", &["describe", "--always", "--dirty"]).unwrap_or_else(|| "unknown".to_owned());
     let date = read_command_output("date", &["-u", "+%F"]).unwrap_or_default();
     format!(
-        "Measured {date} at commit {commit}, profile {CARGO_PROFILE}, on {} ({cpu_count} CPUs), Linux {}.",
+        "Measured {date} at commit {commit}, Cargo profile {CARGO_PROFILE}, on {} ({cpu_count} CPUs), Linux {}.",
         cpu_model.unwrap_or("an unknown CPU"),
         kernel_release.trim(),
     )
@@ -45,8 +45,8 @@ impl BackgroundLoadMeter {
         let stolen_pct = TotalCpuTicks::read_proc_stat()?.stolen_cpu_pct_since(&self.cpu_times_at_start);
         let load_average = &self.load_average;
         Ok(format!(
-            "The load average before the run was {load_average}. During it the host stole {stolen_pct:.1} % of the CPU \
-             time."
+            "The load average before the run was {load_average}. During the run the hypervisor gave {stolen_pct:.1} % \
+             of the CPU time to other guests (steal)."
         ))
     }
 }

@@ -140,7 +140,7 @@ impl FakeAgent {
         }
     }
 
-    /// Returns the next report with all details, even if its sequence number demands none.
+    /// Returns the next report. It always has all details, which otherwise only every tenth report has.
     pub(crate) fn create_detailed_report(&mut self) -> v1::Report {
         let report = self.create_next_report();
         v1::Report { counters: self.report_counter_values(), without_details: false, ..report }

@@ -5,9 +5,9 @@ use coreward_sim::figure::scenario::FigureScenario;
 
 use crate::xdp::{self, XdpBenchArgs};
 
-/// Measures all points of the figure `cheetah-5-live`, by the method of the bench `xdp`. In each run (round), the
-/// program in all modes and the empty program process packets of the same connections, one after the other. Fails
-/// without the capabilities to load BPF programs, or when a program returns an unexpected result.
+/// Measures all points of the figure `cheetah-5-live` like the bench `xdp`. In each round, the program in each mode and
+/// the empty program process packets of the same connections, one after the other. Fails without the capabilities to
+/// load BPF programs, or when a program returns an unexpected result.
 pub fn measure_cheetah_5(
     scenario: &FigureScenario,
     progress: ProgressCallback<'_>,

@@ -154,8 +154,8 @@ fn measure_idle_connections(args: &IdleBenchArgs) -> anyhow::Result<BenchReport>
             "server.bpf.c runs at the loopback of a network namespace with {} connections. The kernel's run-time \
              statistics measure it, clock reads included. Request and response have one byte each, and each packet \
              passes both programs. Values are medians of {} rounds, each with a request on 99 % of the connections. In \
-             row `1 %` the others had been idle for more than {} ms. In row `all` every connection had been, so each \
-             has its own PAWS clamp entry.",
+             row `1 %` the remaining connections had been idle for more than {} ms before the rounds. In row `all` \
+             every connection had been idle that long, so each has its own PAWS clamp entry.",
             args.connections,
             args.rounds,
             intf::MAX_STEP_MS,

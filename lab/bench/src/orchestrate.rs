@@ -63,11 +63,12 @@ fn measure_orchestrator_paths(args: &OrchestrateBenchArgs) -> anyhow::Result<Ben
         name: "orchestrate",
         heading: "Requests to cores through shared memory",
         method_description: format!(
-            "coreward-orchestrator and coreward-runtime run JBSRQ and FEO with {SERVICE_COUNT} services, depth \
-             {MAX_OUTSTANDING_PER_CORE} and {} bytes of payload. Only the last table uses sockets ({} cores). The \
-             orchestrator is on CPU {}, and all workers share a thread on CPU {} (the limit, if they are slower). A \
-             decision is a request sent to a core, and its feedback. Values are medians of {} rounds with {} \
-             operations per case.",
+            "The orchestrator distributes requests by RingLeader's JBSRQ (join bounded shortest ranked queue) and FEO \
+             (first eligible out). There are {SERVICE_COUNT} services, up to {MAX_OUTSTANDING_PER_CORE} outstanding \
+             requests per core, and {} bytes of payload. Only the last table uses sockets, for {} cores. The \
+             orchestrator runs on CPU {}, and all workers share a thread on CPU {}. If the workers are slower than the \
+             orchestrator, they limit the rate. A decision consists of sending a request to a core and processing the \
+             core's feedback. Values are medians of {} rounds with {} operations per case.",
             REQUEST_PAYLOAD.len(),
             sockets::CORE_COUNT,
             ORCHESTRATOR_AND_WORKER_CPU[0],
@@ -182,8 +183,8 @@ fn measure_udp_servers(args: &OrchestrateBenchArgs) -> anyhow::Result<ReportTabl
     Ok(table)
 }
 
-/// Returns the median of `rates`, and cells with their median, minimum and maximum and the median's ns per operation.
-/// `rate_unit_ns` is the time per operation (ns) at a rate of 1.
+/// Returns the median of `rates`, and cells with their median, minimum and maximum and the time per operation (ns) at
+/// the median. `rate_unit_ns` is the time per operation (ns) at a rate of 1.
 fn rate_median_and_cells(rates: &[f64], rate_unit_ns: f64) -> (f64, [TableCell; 4]) {
     let [median_rate, min_rate, max_rate] = median_min_max(rates.iter().copied());
     (median_rate, [median_rate.into(), min_rate.into(), max_rate.into(), (rate_unit_ns / median_rate).into()])
@@ -368,8 +369,8 @@ impl RequestHandler for EchoOrComputeHandler {
     }
 }
 
-/// Submits a low-priority request unless one is outstanding. Then polls the engine for one to eight tenths of its
-/// handling time, depending on `trip_number`.
+/// Submits a low-priority request unless one is outstanding. Then polls the engine for one to eight tenths of
+/// [`LOW_PRIORITY_HANDLER_TIME`], depending on `trip_number`.
 fn keep_low_priority_busy(engine: &mut DispatchEngine, trip_number: u64) {
     let low_priority_counters = engine.service_counters()[1];
     if low_priority_counters.completed_requests == low_priority_counters.received_requests {

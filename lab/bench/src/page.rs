@@ -30,8 +30,8 @@ pub fn replace_parts_in_file(
     std::fs::write(path, new_page).with_context(|| path.display().to_string())
 }
 
-/// Returns the page with these generated parts. Appends parts that the page does not have yet, and removes other parts
-/// of earlier runs.
+/// Returns the page, in which `generated_parts` replace the parts with the same names. Appends parts that the page
+/// lacks, and removes generated parts that are not in the list.
 fn replace_parts(page: &str, generated_parts: &[GeneratedPagePart]) -> anyhow::Result<String> {
     let mut text_pieces = page.split("<!-- begin ");
     let mut new_page = text_pieces.next().unwrap_or_default().to_owned();

@@ -10,7 +10,7 @@ use coreward_model::statistics::median;
 /// Options of `coreward-lab bench placement`.
 #[derive(clap::Args)]
 pub struct PlacementBenchArgs {
-    /// Number of seeds: 1 to SEEDS
+    /// Number of seeds; the runs use the seeds 1, 2, 3 and so on
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u64).range(1..=1000))]
     seeds: u64,
 }

@@ -78,7 +78,7 @@ fn request_rate_cells(millions_per_second: &[f64], goal: Option<MeasurementGoal>
     [median_rate.into(), min_rate.into(), max_rate.into(), goal_cell, verdict_cell]
 }
 
-/// Number of bytes in the capture of each packet, which cover all headers up to the ports.
+/// Number of bytes of each packet that are written to the capture, enough for all headers up to the ports.
 const CAPTURED_BYTES_PER_PACKET: usize = 96;
 
 fn measure_capture_simulation(args: &SimBenchArgs) -> anyhow::Result<ReportTable> {

@@ -29,7 +29,7 @@ pub struct StartupBenchArgs {
     /// Number of services
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1024))]
     services: u32,
-    /// Number of servers, each of one service
+    /// Number of servers; each belongs to one service
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     servers: u32,
     /// Number of starts of the load balancer

@@ -16,7 +16,7 @@ use crate::controller;
 use crate::controller_process::{ControllerProcess, ScratchDirectory};
 use crate::report::BenchReport;
 
-/// Options shared by the benches of a controller at its limit.
+/// Options shared by the benches `scale` and `racks`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SharedScaleArgs {
     /// Number of cores of each server
@@ -36,8 +36,8 @@ pub struct SharedScaleArgs {
     pub plain: bool,
 }
 
-/// Runs `measure` with a controller and the report interval, in a new thread with its own network namespace.
-/// `bench_name` is the name of the bench. Fails without root, when a process does not start, or when `measure` fails.
+/// Starts a controller and a load balancer, and runs `measure` with the controller and the report interval. All run in
+/// a new thread's network namespace. Fails without root, when a process does not start, or when `measure` fails.
 pub fn measure_at_scale<M>(
     bench_name: &str,
     agents: u32,

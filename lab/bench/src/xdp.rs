@@ -47,7 +47,7 @@ impl Default for MeasurementLength {
 pub struct XdpBenchArgs {
     #[command(flatten)]
     length: MeasurementLength,
-    /// Measure only cases whose name contains this text, without the cases of established connections
+    /// Measure only cases whose name contains this text; omits the tables of established connections and operations
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
 }
@@ -100,8 +100,8 @@ struct CaseMeasurement {
     /// Time per packet in the load balancer's fastest round minus the time per packet in the empty program's fastest
     /// round (ns).
     fastest_ns_above_empty_program: f64,
-    /// Cost per packet (ns) of the program that parses and swaps MACs, as its fastest round minus the empty program's
-    /// fastest round.
+    /// Time per packet (ns) in the fastest round of the program that parses and swaps MACs, minus that of the empty
+    /// program.
     parse_and_swap_ns: f64,
 }
 
@@ -209,14 +209,16 @@ fn cost_table(
 
 fn describe_method(args: &XdpBenchArgs, parse_and_swap_ns: f64) -> String {
     format!(
-        "BPF_PROG_TEST_RUN runs a program that puts the next connection into the frame and calls the measured program, \
-         lb.bpf.c. Values are medians of {} interleaved rounds of {} packets, after a warm-up by all connections. \
-         `fastest rounds` is the fastest round minus the fastest of an empty program, compared with the goal. \
-         `multiple of parse + swap` is `fastest rounds` divided by that of `parse + swap MACs` (median of all cases: \
-         {parse_and_swap_ns:.1} ns). The frame is in the CPU's cache. Open connections' packets come in random order \
-         with valid cookies. stateful has a table of {} entries, hash-table one of {}. Each first packet of stateful \
-         takes an entry. Entries are freed after each round, or after the given number of packets. Then caches are \
-         cold, so the first quarter of the next packets is not measured. Operations of the last table run 64 in a row.",
+        "BPF_PROG_TEST_RUN runs a program that writes the next connection's address, ports and timestamp into the \
+         frame, then calls lb.bpf.c. Values are medians of {} interleaved rounds of {} packets. Before each \
+         measurement one packet of each connection warms the caches, except where SYNs take table entries. The column \
+         `fastest rounds` is the time per packet in the fastest round, minus the same value of an empty program. The \
+         goal applies to this column. The column `multiple of parse + swap` is `fastest rounds` divided by the floor \
+         (median over all rows: {parse_and_swap_ns:.1} ns). Packets of open connections come in random order with \
+         valid cookies. For open connections the mode `stateful` has a table of {} entries, the mode `hash-table` one \
+         of {}. In mode `stateful` the first packet of each connection takes an entry. These entries are freed after \
+         each round, or in rows `N entries` after N packets. Freeing leaves cold caches, so the first quarter of the \
+         packets after it is not measured. In the last table, a run repeats each operation 64 times.",
         args.length.rounds,
         args.length.packets,
         balancer::CONNECTION_TABLE_ENTRIES,

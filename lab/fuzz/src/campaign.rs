@@ -15,7 +15,7 @@ use crate::epoch::{self, FuzzEpoch};
 #[derive(Debug, Clone, Copy)]
 pub enum FuzzCampaignLimit {
     PacketCount(u64),
-    /// Time since the start of the campaign. After it, running epochs also end.
+    /// Time since the start of the campaign. When it is over, epochs in progress also stop.
     MaxDuration(Duration),
 }
 

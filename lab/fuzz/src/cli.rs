@@ -37,7 +37,7 @@ struct PacketFuzzArgs {
     /// Seed of all packets and changes [default: from the clock; printed]
     #[arg(long)]
     seed: Option<u64>,
-    /// Number of the first epoch; a run that starts with the epoch of a reported difference finds it at once
+    /// Number of the first epoch; to repeat a reported difference, give its epoch and its seed
     #[arg(long, default_value_t = 0)]
     epoch: u64,
     /// Number of threads, each with its own load balancer [default: number of CPUs]

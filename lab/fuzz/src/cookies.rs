@@ -38,9 +38,9 @@ pub struct TsecrCoverage {
 }
 
 impl TsecrCoverage {
-    /// Returns by how many standard deviations Pearson's chi-square of the counts (one per server, and one for none)
-    /// exceeds its mean. The mean assumes that each server gets a TSecr with probability 2^-15. (With thousands of
-    /// servers, chi-square is nearly normal.)
+    /// Returns by how many standard deviations Pearson's chi-square of the packet counts exceeds its mean. There is a
+    /// count for each server, with an expected probability of 2^-15, and one for packets without a server. (With
+    /// thousands of servers, chi-square is nearly normal.)
     pub fn chi_square_z_score(&self) -> f64 {
         let server_count = self.packets_by_server.len() as f64;
         let expected_per_server = self.tried_tsecr_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);

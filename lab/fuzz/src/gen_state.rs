@@ -54,7 +54,7 @@ const MAX_TABLE_CONNECTIONS: usize = 2048;
 pub struct TableConnection {
     pub service_slot: usize,
     pub client_address: (Ipv4Addr, u16),
-    /// Index of the entry, which is in the connection's cookie (of kind 1).
+    /// Index of the entry, which the connection's cookie contains instead of a server id.
     pub table_index: u16,
 }
 
@@ -203,8 +203,8 @@ impl PacketGeneratorState {
         ServiceSettings { migration: is_migrating.then(|| self.random_service_migration(rng)), ..settings }
     }
 
-    /// Returns a random migration to or from another load balancer. Its id is mostly a server's, so its MAC address is
-    /// known.
+    /// Returns a random migration to or from another load balancer. That load balancer's id is mostly also the id of a
+    /// server, whose MAC address is known.
     fn random_service_migration(&self, rng: &mut FuzzRng) -> ServiceMigration {
         let known_server_ids: Vec<ServerId> =
             self.services.iter().flat_map(|service| service.server_ids.iter().copied()).collect();

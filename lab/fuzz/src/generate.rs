@@ -45,7 +45,7 @@ pub fn write_random_packet(state: &PacketGeneratorState, rng: &mut FuzzRng, pack
     }
 }
 
-/// Inserts a VLAN tag if tagging is enabled, mostly that of the VIPs or of a server. Sometimes inserts a second tag.
+/// Inserts a VLAN tag, mostly of the VIPs' VLAN, if tagging is enabled. Sometimes inserts a second tag.
 fn insert_random_vlan_tag(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let vlans = state.harness_setup.vlans;
     if !vlans.is_tagging_enabled {
@@ -417,8 +417,8 @@ fn write_packet_of_other_protocol(state: &PacketGeneratorState, rng: &mut FuzzRn
         .append_frame(packet, |packet| frame::append_udp(packet, (client.1, vip.1), payload_bytes));
 }
 
-/// Writes a fragment of one of few datagrams. Later fragments therefore find the first one, and the fragment table
-/// never fills.
+/// Writes a fragment that belongs to one of a few datagrams. Later fragments therefore find the first one, and the
+/// fragment table never fills.
 fn write_fragment(state: &PacketGeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let client = state.client_addresses[rng.random_below(16)];
     let (service, vip) = random_service_and_destination(state, rng);

@@ -445,8 +445,8 @@ impl FuzzHarness {
         )
     }
 
-    /// Compares the program's state with the model's, except what each packet already compares. Omits the flow table
-    /// and the connection table, which take long to read.
+    /// Compares counters, traffic, connection counts and recent placements of the program and of the model. Omits the
+    /// tables that take long to read ([`compare_large_tables`](Self::compare_large_tables)).
     pub fn compare_state(&self) -> Option<ModelDifference> {
         let program = self.program.as_ref()?;
         let program_maps = &program.program_maps;

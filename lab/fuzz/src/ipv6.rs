@@ -97,8 +97,8 @@ fn build_random_ipv6_header(
     header
 }
 
-/// Returns random IPv6 extension headers that lead to `protocol`, after the value for the fixed header's Next Header
-/// field.
+/// Returns random IPv6 extension headers that end with `protocol` as the next header. The first value is the type of
+/// the first header, for the fixed header's field Next Header.
 fn random_extension_headers(rng: &mut FuzzRng, ipv4_packet: &[u8], protocol: u8) -> (u8, Vec<u8>) {
     let mut headers: Vec<(u8, Vec<u8>)> = Vec::new();
     if rng.random_bool(1, 8) {

@@ -20,8 +20,8 @@ pub const COUNTER_U64_COUNT: usize = size_of::<intf::lb_counters>() / size_of::<
 /// BPF maps of the loaded program, which this process accesses as memory.
 pub struct ProgramMaps {
     lb_state: MmapArray<intf::lb_state>,
-    /// Counters, in one row for each receive queue or CPU. Test packets count in the row of queue 0, and new or ended
-    /// connections in their CPU's row.
+    /// Counters, in one row for each receive queue or CPU. Test packets are counted in the row of queue 0. New and
+    /// ended connections are counted in the row of the current CPU.
     counters: MmapArray<[intf::lb_counters]>,
     counter_row_count: usize,
     recent_placements: MmapArray<RecentPlacementWords>,

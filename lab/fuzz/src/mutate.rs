@@ -7,7 +7,7 @@ use crate::harness::OWN_MAC;
 
 /// Minimum length of a frame that the kernel accepts for a test run (bytes).
 pub const MIN_FRAME_BYTES: usize = 14;
-/// Maximum length of a mutated frame (bytes), which is far below the page that holds a test run's packet.
+/// Maximum length of a mutated frame (bytes). A test run has room for more, because it stores the packet in a page.
 pub const MAX_FRAME_BYTES: usize = 2048;
 
 const BOUNDARY_BYTES: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];

@@ -10,7 +10,7 @@ use crate::mutate::MIN_FRAME_BYTES;
 /// Maximum duration of the shrinking, after which the smallest sequence found so far is returned.
 const SHRINK_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// Shortest sequence of steps found so far after which program and reference model differ.
+/// Sequence of steps after which program and reference model differ. It is the shortest one found so far.
 #[derive(Debug)]
 pub struct FailingStepSequence {
     /// Steps in their order, of which the last one is a packet.
@@ -80,7 +80,7 @@ impl StepSequenceShrinker {
         Ok(())
     }
 
-    /// Shortens the last packet and zeroes its bytes, as far as program and model still differ.
+    /// Shortens the last packet and zeroes its bytes. Keeps each change only if program and model still differ.
     fn simplify_packet(&self, sequence: &mut FailingStepSequence) -> anyhow::Result<()> {
         let replace_if_still_failing = |sequence: &mut FailingStepSequence, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = sequence.steps.clone();

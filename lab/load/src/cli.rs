@@ -63,7 +63,7 @@ pub struct LoadArgs {
     /// Source addresses of the target's family, which flows use in rotation [default: the kernel's choice]
     #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',')]
     pub sources: Vec<IpAddr>,
-    /// Source port of the first flow; other flows have the next ports, so every run has the same flows [default: the
+    /// Source port of the first flow; the other flows use the ports after it, the same in every run [default: the
     /// kernel's choice]
     #[arg(long, value_name = "PORT")]
     pub first_port: Option<u16>,
@@ -233,7 +233,8 @@ fn check_flow_sources(args: &LoadArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the DNS query of each class of --mix. Fails when their numbers differ, or when service times are given.
+/// Returns the DNS query of each class of --mix. Fails when the number of queries differs from that of the classes, or
+/// with --service or --multiplier.
 fn dns_queries_by_class(args: &LoadArgs) -> anyhow::Result<Vec<DnsQuery>> {
     let class_count = build_workload(args, RNG_STREAM_REQUESTS)?.request_types().len();
     ensure!(args.service.is_none() && args.multiplier.is_none(), "--transport dns: expected --mix and --query only");

@@ -65,8 +65,8 @@ impl Epoll {
         Ok(())
     }
 
-    /// Waits until a descriptor is ready, and returns the events. Returns without events at the time `until_ns` of
-    /// [`now_ns`], if given. A signal also ends the wait early.
+    /// Waits until a descriptor is ready, and returns the events. Returns none after a signal or, if `until_ns` is
+    /// given, at that time of the clock [`now_ns`].
     pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = ReadyEvent> + use<'_>> {
         let relative_timeout = until_ns.map(|until_ns| {
             let remaining_time = Duration::from_nanos(until_ns.saturating_sub(now_ns()));

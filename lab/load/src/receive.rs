@@ -70,8 +70,8 @@ fn to_socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
     ipv4_address.or_else(|| address.as_sockaddr_in6().map(|address| SocketAddrV6::from(*address).into()))
 }
 
-/// Converts a past time of CLOCK_REALTIME, such as a kernel time stamp, to CLOCK_MONOTONIC. The packet's age is
-/// computed at once, so that a step of the clock (by NTP) only affects packets in transit at that time.
+/// Converts a past time of CLOCK_REALTIME, such as a packet's kernel time stamp, to CLOCK_MONOTONIC. A step of
+/// CLOCK_REALTIME (by NTP) only falsifies times of packets that are in transit during the step.
 fn realtime_to_monotonic_ns(realtime: TimeSpec) -> u64 {
     let timespec_to_ns = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
     let realtime_now = clock_gettime(ClockId::CLOCK_REALTIME).expect("every kernel has this clock");

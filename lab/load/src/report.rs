@@ -76,8 +76,8 @@ pub struct LoadRunReport {
     pub completed: u64,
     pub classes: Vec<RequestClassReport>,
     pub measure: Option<RequestClassReport>,
-    /// Percentiles of the time from a request's due time to its sending (us). If they are much more than the latencies
-    /// of interest, the machine was too busy.
+    /// Percentiles of the time from a request's due time to its sending (us). Large values, compared with the
+    /// latencies, show that the machine was too busy.
     pub lateness_us: LatencyPercentiles,
     /// Number of requests that each worker answered, including those of the measuring stream.
     pub workers: Vec<WorkerReport>,

@@ -43,9 +43,9 @@ pub enum RequestMixError {
 
 /// Query mixes of Turbo's Figure 7 (Seyedroudbari et al., HPCA 2023, Sect. VII-C). Mix (a) is YCSB-A, which is half GET
 /// and half PUT. The paper gives no shares for the other mixes. Mixes (b) and (c) "roughly match" the bimodal
-/// distributions in its Sect. VII-A. There, 10 % of requests take five times as long, and 40 % ten times as long. Mix
-/// (d) is trimodal with a mean of 9.2 us, so it has a third each of GET, SCAN46 and SCAN105. The scenarios turbo-7a to
-/// turbo-7d simulate the same mixes.
+/// distributions in its Sect. VII-A. In one, 10 % of requests take five times as long as the others, and in the other,
+/// 40 % take ten times as long. Mix (d) is trimodal with a mean of 9.2 us, so it has a third each of GET, SCAN46 and
+/// SCAN105. The scenarios turbo-7a to turbo-7d simulate the same mixes.
 const REQUEST_MIX_PRESETS: [(&str, &str); 4] = [
     ("turbo-7a", "GET=0.5,PUT=0.5"),
     ("turbo-7b", "GET=0.9,SCAN18=0.1"),
@@ -115,7 +115,7 @@ impl fmt::Display for RequestMix {
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScaledServiceTimeDistribution {
     unit_distribution: ServiceTimeDistribution,
-    /// Length of one unit of the distribution (us): the service time of its shortest class, or its mean without
+    /// Length of one unit of the distribution (us): the service time of its shortest class, or its mean if it has no
     /// classes.
     unit_us: f64,
 }
@@ -210,9 +210,9 @@ impl RequestWorkload {
         }
     }
 
-    /// Restricts the workload to its first request type. For a distribution, all requests then have its shortest
-    /// class's service time, or its mean without classes. The measuring stream uses this, as Turbo's measuring client
-    /// does (Sect. VII-A).
+    /// Restricts the workload to its first request type. For a distribution, all requests then have the service time of
+    /// its shortest class, or its mean if it has no classes. The measuring stream uses this, as Turbo's measuring
+    /// client does (Sect. VII-A).
     pub fn with_first_type_only(mut self) -> Self {
         match &mut self.sampler {
             RequestSampler::Mix(entries) => {

@@ -192,8 +192,8 @@ impl GuestCase {
         Ok(())
     }
 
-    /// Checks the additional kernel arguments if there are any. With virtio-net, checks the load balancer, and without
-    /// such arguments also every BPF program.
+    /// Checks that the kernel uses its additional arguments, if there are any. With virtio-net, also checks the load
+    /// balancer and, without such arguments, every BPF program.
     fn check_kernel_and_load_balancer(&self, guest: &mut Guest, tally: &mut CheckTally) {
         if !self.kernel_arguments.is_empty() {
             tally.record_result(

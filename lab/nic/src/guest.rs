@@ -137,7 +137,7 @@ fn build_qemu_command(packages: &FetchedPackages, hardware: GuestHardware<'_>) -
 }
 
 /// Starts QEMU with `qemu_socket` as its serial line, and writes its error messages to a file in the console's
-/// directory. The command is dropped with its copy of the socket, so that the serial line closes when QEMU ends.
+/// directory. Drops this process's copies of the socket, so that the serial line closes when QEMU ends.
 fn spawn_qemu(mut command: Command, qemu_socket: UnixStream, console_path: &Path) -> Result<Child> {
     let qemu_errors = fs::File::create(console_path.with_extension("qemu"))?;
     command

@@ -56,8 +56,8 @@ virtual_server 10.200.0.1 80 {
 	}
 }
 ";
-/// Script that holds a group of connections open. $1 is the name of the group, and $2 the number of its connections, of
-/// which every fourth has no TCP timestamps. For each line in its FIFO, the script sends a request over each
+/// Script that holds a group of connections open. $1 is the name of the group, and $2 the number of its connections.
+/// Every fourth connection has no TCP timestamps. For each line in its FIFO, the script sends a request over each
 /// connection. It then prints the slowest answer's time in ms, and the number of each connection that its first server
 /// did not answer.
 const HOLD_CONNECTIONS_SCRIPT: &str = "
@@ -176,8 +176,8 @@ fn ipvs_guest_files() -> Vec<NamedGuestFile> {
     constant_files.into_iter().chain(server_files).collect()
 }
 
-/// Checks the migration with the packages in the subdirectory `old` of `package_directory`. If `command` is given, only
-/// runs it. Fails when the guest does not boot.
+/// Checks the migration from IPVS, with the packages in the subdirectory `old` of `package_directory`. If `command` is
+/// given, runs only that command. Fails when the guest does not boot.
 pub fn check_migration_from_ipvs(
     packages: &FetchedPackages,
     cache_directory: &Path,

@@ -112,8 +112,8 @@ fn check_debian_guests(arguments: &NicTestArguments, package_directory: &Path, t
     }
 }
 
-/// Returns the files that guests need, and a lock that prevents a second run with the same directory. Fails with one
-/// sentence about a missing part.
+/// Returns the files that guests need, and a lock that prevents a second run with the same directory. Fails when the
+/// machine lacks a requirement, such as root or /dev/net/tun.
 fn prepare_test_files(arguments: &NicTestArguments) -> Result<(HostTestFiles, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
         bail!("root is needed for a network namespace and a tap");

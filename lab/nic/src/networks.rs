@@ -163,8 +163,8 @@ fn network_guest_files() -> Vec<NamedGuestFile> {
     .into()
 }
 
-/// Checks networks with the packages in the subdirectory `old` of `package_directory`. If `command` is given, only runs
-/// it. Fails when the guest does not boot.
+/// Checks bonds, VLANs and tunnels, with the packages in the subdirectory `old` of `package_directory`. If `command` is
+/// given, runs only that command. Fails when the guest does not boot.
 pub fn check_networks(
     packages: &FetchedPackages,
     cache_directory: &Path,

@@ -14,8 +14,8 @@ use crate::wire::{FLOWS_PER_FAMILY, GuestTap, measured_flows, outer_gue_flows};
 /// Maximum time until a SYN appears in the guest's counters.
 const SYN_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Returns the RSS key and indirection table that the guest's ethtool shows. Some drivers (igb) do not show their key,
-/// which is then the kernel's. Fails when there is no table or it cannot be read.
+/// Returns the RSS key and indirection table that the guest's ethtool shows. If the driver (igb) does not show the key,
+/// returns the kernel's key. Fails when there is no table or it cannot be read.
 pub fn read_rss(guest: &mut Guest) -> Result<RssConfig> {
     let ethtool_output = guest.run_successfully("ethtool -x eth0")?;
     let key = match parse_rss_key(&ethtool_output)? {

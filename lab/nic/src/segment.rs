@@ -16,7 +16,7 @@ use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 /// Protocol number `ETH_P_ALL` (if_ether.h) for packet(7) sockets, in network byte order.
 const ETH_P_ALL_BIG_ENDIAN: i32 = (0x0003_u16.to_be()) as i32;
 /// Returns a socket filter (classic BPF, Documentation/networking/filter.rst). It accepts ARP, and IPv4 packets without
-/// options whose only TCP flag is SYN. Without it, packets that the guest forwards would fill the socket's buffer.
+/// options whose only TCP flag is SYN. Other packets that the guest forwards would fill the socket's buffer.
 fn arp_or_syn_filter() -> [SockFilter; 6] {
     let filter_instruction =
         |code: u32, if_true, if_false, operand| SockFilter::new(code as u16, if_true, if_false, operand);
@@ -44,7 +44,7 @@ pub fn host_mac(host_byte: u8) -> [u8; 6] {
 /// Clients whose SYNs were received, each with the last address byte of the machine that received its SYN.
 type ReceiversByClient = BTreeMap<SocketAddrV4, u8>;
 
-/// Emulated machines with the addresses 10.2.0.`hosts`, which stop answering when this value is dropped.
+/// Emulated machines in 10.2.0.0/24, which stop answering when this value is dropped.
 pub struct HostEmulator {
     received_syns: Arc<Mutex<ReceiversByClient>>,
     should_stop: Arc<AtomicBool>,

@@ -8,7 +8,7 @@
     list = known_names.join(", ")
 )]
 pub struct UnknownName {
-    /// Kind of item that has such names, for instance "policy" or "figure".
+    /// Kind of the named items, for instance "policy" or "figure".
     pub kind: &'static str,
     pub unknown_name: String,
     pub known_names: Vec<String>,

@@ -14,8 +14,8 @@ const ZIGGURAT_LAYER_COUNT: usize = 256;
 /// multiplication and one comparison suffice.
 #[derive(Debug)]
 struct ZigguratSampler {
-    /// Right ends of the layers, from the lowest layer to the highest. The lowest layer's end includes the tail's area.
-    /// The last value is 0.
+    /// Right ends of the layers, from the lowest layer to the highest. The first is the width of a rectangle with the
+    /// area of the lowest layer and the tail. The last is 0.
     layer_ends: [f64; ZIGGURAT_LAYER_COUNT + 1],
     /// Density at the right end of each layer.
     layer_heights: [f64; ZIGGURAT_LAYER_COUNT + 1],
@@ -149,7 +149,7 @@ mod tests {
         draws.iter().enumerate().map(distribution_difference).fold(0.0, f64::max)
     }
 
-    /// Kolmogorov-Smirnov distance that only one sample in a thousand exceeds, which is 1.95 / sqrt(n).
+    /// Kolmogorov-Smirnov distance that only one sample in a thousand exceeds, which is 1.95 / sqrt([`DRAW_COUNT`]).
     const MAX_KS_DISTANCE: f64 = 1.95e-3;
 
     #[test]

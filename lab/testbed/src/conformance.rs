@@ -30,7 +30,7 @@ use crate::topology::{Testbed, TestbedOptions};
 /// Options of `coreward-lab testbed conformance`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Args)]
 pub struct ConformanceArgs {
-    /// Duration of wrk with keep-alive (s)
+    /// Duration of wrk's requests on keep-alive connections (s)
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub wrk_seconds: u32,
     /// Number of downloads of 1 MB, each by its own curl

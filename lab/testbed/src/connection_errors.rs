@@ -46,7 +46,7 @@ impl BrokenConnectionCounts {
                         event = "connection-failed",
                         index = connection_index,
                         %error,
-                        "the test counts a connection's unexpected error as another failure"
+                        "a connection has failed with an unexpected error: the test counts it in `other_errors`"
                     );
                     &mut self.other_errors
                 }

@@ -21,7 +21,7 @@ pub const TIMESTAMP_DROP_COUNTERS: [&str; 4] =
 pub const PAWS_ESTABLISHED_DROP_COUNTER: &str = "TcpExtPAWSEstab";
 
 /// Name of the counter of pure acknowledgements that arrived after a newer segment, because veth reorders packets under
-/// load. They do not fail PAWS, so Linux has counted them separately since 6.14 (net/ipv4/tcp_input.c,
+/// load. Since 6.14, Linux counts them separately from other failures of the PAWS check (net/ipv4/tcp_input.c,
 /// tcp_disordered_ack_check).
 pub const PAWS_OLD_ACK_COUNTER: &str = "TcpExtPAWSOldAck";
 

@@ -68,8 +68,7 @@ struct ResponsePacket {
     packet_id: u32,
 }
 
-/// Interface of a core for one connection, through which the protocol queues work for the core and packets for the
-/// client.
+/// Handle by which the protocol queues work for a core, and response packets for the client of one connection.
 pub(crate) struct ResponseQueue<'a> {
     pub(crate) now_ns: u64,
     virtual_core: &'a mut VirtualCore,

@@ -130,8 +130,8 @@ impl Fleet {
         Ok(number)
     }
 
-    /// Restarts a load balancer without any state, as after a kernel crash. Packets to it are lost until it has tables
-    /// again. Fails when the load balancer does not exist, or is not ready in time.
+    /// Kills a load balancer and removes its host, as in a power failure. After `detection_time`, the VIPs are routed
+    /// to the other load balancers. Fails when the load balancer does not exist or is the last one.
     pub fn kill_load_balancer(
         &mut self,
         testbed: &mut Testbed,
@@ -144,7 +144,7 @@ impl Fleet {
         testbed.route_vips_to_load_balancers(&testbed.load_balancer_numbers())
     }
 
-    /// Restarts a load balancer without any state, as after a kernel crash. Its packets are lost until it has tables
+    /// Restarts a load balancer without any state, as after a kernel crash. Packets to it are lost until it has tables
     /// again. Fails when the load balancer does not exist, or is not ready in time.
     pub fn reboot_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.kill_daemon(&load_balancer_name(number))?;

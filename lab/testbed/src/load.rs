@@ -36,7 +36,7 @@ pub struct LoadClientArgs {
     /// Service to load
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub vip: SocketAddr,
-    /// Client address that stands for the log's source address 0; further addresses follow in order
+    /// Client address for source address 0 of the log; further source addresses follow in order
     #[arg(long, value_name = "ADDRESS")]
     pub first_address: IpAddr,
     /// Time 0 of the log by CLOCK_MONOTONIC (ns), so that several clients can start together [default: now]

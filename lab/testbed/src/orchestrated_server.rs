@@ -41,7 +41,7 @@ pub struct OrchestratedServerArgs {
     /// Numbers of the cores to run, each with a thread
     #[arg(long, value_delimiter = ',', required = true, value_name = "CORE,...")]
     cores: Vec<u16>,
-    /// Number of keys at the start: user0000000000 and on
+    /// Number of keys at the start, which are named user0000000000 and so on
     #[arg(long, default_value_t = 10_000)]
     keys: u32,
     /// Length of the values (bytes)
@@ -59,7 +59,8 @@ pub struct OrchestratedServerArgs {
     /// Cores that are reserved for services 0 and 1: one number for both, or two as in 2:0
     #[arg(long, default_value_t = ReservedCores([1, 1]))]
     reserved: ReservedCores,
-    /// Interval of the load monitor's checks (us); it scales down after four calm checks
+    /// Interval of the load monitor's checks (us); after four checks in a row without waiting requests, a core is given
+    /// up
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     epoch_us: u64,
     /// Emulate service times: cores sleep for the service time, so that many cores fit on few CPUs

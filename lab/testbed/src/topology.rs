@@ -291,10 +291,9 @@ impl Testbed {
         run_ip_batch(Some(host), &format!("link set lo up\nlink set {HOST_DEVICE} up\n"))
     }
 
-    /// Sets up the receive rings of [`TestbedOptions::has_receive_rings`]. The backlog without rings
-    /// (net.core.netdev_max_backlog) has 1000 packets, so that about 40 packets to each of 31 servers overflow it. veth
-    /// has rings where its end does GRO and the other end no TSO (veth_skb_is_eligible_for_gro() in
-    /// drivers/net/veth.c).
+    /// Sets up the receive rings of [`TestbedOptions::has_receive_rings`]. A veth has rings if it has GRO on and its
+    /// peer has TSO off (veth_skb_is_eligible_for_gro() in drivers/net/veth.c). The backlog without rings has 1000
+    /// packets (net.core.netdev_max_backlog), so that about 40 packets to each of 31 servers overflow it.
     fn enable_receive_rings(&self, host: &NetworkNamespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;
         self.set_offloads(host, HOST_DEVICE, &["gro", "on"])

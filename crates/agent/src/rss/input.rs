@@ -36,9 +36,9 @@ impl InputTransformSearch {
         self.last_sample_number
     }
 
-    /// Evaluates samples that are newer than [`last_sample_number`](Self::last_sample_number). Returns the only
-    /// transform that predicts their receive queues correctly, or `None` if it is not yet known. Does not try the
-    /// transform in `rss_config`.
+    /// Evaluates samples that are newer than [`last_sample_number`](Self::last_sample_number), with all transforms
+    /// except the one in `rss_config`. Returns the only transform that predicts the samples' receive queues correctly,
+    /// or `None` if it is not yet known.
     pub fn observe_samples(
         &mut self,
         rss_config: &RssConfig,

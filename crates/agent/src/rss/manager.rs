@@ -66,8 +66,9 @@ impl RssManager {
             event = "rss-input-differs",
             interface = self.rss_device.interface_name(),
             source,
-            input = input_transform.name(),
-            "the NIC's RSS input transform differs from the one that its driver reports: the agent uses `input`"
+            observed_transform = input_transform.name(),
+            "the NIC transforms the input of the RSS hash in another way than its driver reports: the agent uses the \
+             observed transform"
         );
         self.observed_transform = Some(input_transform);
         self.read_settings();
@@ -81,8 +82,8 @@ impl RssManager {
             Ok(()) => tracing::info!(
                 event = "rss-restored",
                 interface = self.rss_device.interface_name(),
-                source,
-                "the agent has restored the NIC's original RSS key and table"
+                settings_source = source,
+                "the agent has restored the NIC's original RSS key and indirection table"
             ),
             // This may fail because the original table refers to queues that no longer exist.
             Err(error) => {
@@ -134,7 +135,8 @@ impl RssManager {
                 interface = self.rss_device.interface_name(),
                 source,
                 %error,
-                "the agent cannot predict the NIC's receive queues: policies use the mean load of the server's cores"
+                "the agent cannot predict which receive queue the NIC selects for a connection: policies use the mean \
+                 load of the server's cores"
             );
             self.rss_problem = Some(rss_problem);
         }

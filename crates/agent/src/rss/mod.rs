@@ -17,12 +17,12 @@ use coreward_model::rss::{
 };
 use serde::{Deserialize, Serialize};
 
-/// RSS settings as the NIC's driver reports them, before any check.
+/// RSS settings that the NIC's driver reports or is to set, before any check.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RssSettings {
-    /// RSS key, or `None` if the driver does not report it or if it must not be set.
+    /// RSS key, or `None` if the driver reports none, or is to keep its key.
     pub key: Option<Vec<u8>>,
-    /// Receive queue of each entry of the indirection table. Empty if the table must not be set.
+    /// Receive queue of each entry of the indirection table. If it is empty, the driver is to keep its table.
     pub indirection_table: Vec<u32>,
     /// Transform of addresses and ports before hashing, as ethtool's number. 0 if the kernel does not report it.
     #[serde(default)]
@@ -38,7 +38,7 @@ pub enum RssError {
     /// The NIC uses a hash function other than Toeplitz, or does not hash exactly the addresses and ports.
     #[error("{interface} hashes by {found}: expected Toeplitz over addresses and ports")]
     UnsupportedHash { interface: String, found: String },
-    /// The NIC does not use the low bits of the hash as the index of the indirection table.
+    /// The number of entries or a queue number in the indirection table is invalid.
     #[error("{interface}: {source}")]
     InvalidTable { interface: String, source: IndirectionTableError },
     /// The RSS key has an unsupported length.

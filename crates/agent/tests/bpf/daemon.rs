@@ -180,8 +180,8 @@ fn agent_registers_sends_reports_and_applies_configurations() -> anyhow::Result<
     })
 }
 
-/// Checks that a shutdown restores RSS but continues stamping, and that an agent restores the original RSS after a
-/// kill.
+/// Checks that a shutdown restores RSS but continues stamping. Also checks that the successor of a killed agent
+/// restores the original RSS.
 fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original_rss: &RssConfig) -> anyhow::Result<()> {
     agent.shut_down()?;
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original_rss);

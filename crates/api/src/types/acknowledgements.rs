@@ -53,7 +53,7 @@ pub struct RejectedUpdate {
     pub reason: String,
 }
 
-/// Maximum number of service names in one summary line, which only counts further services.
+/// Maximum number of service names in one summary line. Further services are only counted.
 const MAX_NAMED_SERVICES: usize = 3;
 
 impl RejectedUpdate {

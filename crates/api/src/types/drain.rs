@@ -63,7 +63,7 @@ pub struct ActiveDrain {
 /// Counts of a server's TCP connections, from half-open to closing ones, without listening and TIME-WAIT sockets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ConnectionCounts {
-    /// Time since the server's agent began to count the connections (ms).
+    /// Time since the server's agent began this count (ms).
     pub age_ms: u64,
     /// Number of connections by service name, for the server's present and former TCP services.
     pub connections_by_service: BTreeMap<String, u32>,
@@ -83,11 +83,11 @@ pub struct DrainStatus {
     /// Drain of the server, or null if it is not drained.
     pub drain: Option<ActiveDrain>,
     /// Number of remaining connections of the drained services, counted after the last new connection. Null if the
-    /// server is not drained, or if the number is unknown (see `waits_for`).
+    /// server is not drained, or if the number is unknown (see `unknown_count_reasons`).
     pub remaining_connections: Option<u64>,
-    /// Reasons why `remaining` is unknown.
+    /// Reasons why `remaining_connections` is unknown.
     pub unknown_count_reasons: Vec<String>,
-    /// The newest count of connections, even if it is too old for `remaining`. Null if there is none.
+    /// The newest count of connections, even if it is too old for `remaining_connections`. Null if there is none.
     pub connection_counts: Option<ConnectionCounts>,
     /// Names of drained services whose flows are not counted, because UDP flows have no visible end.
     pub uncounted_services: Vec<String>,

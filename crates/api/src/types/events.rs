@@ -76,7 +76,7 @@ pub enum EventId {
     ServiceRemoved,
     /// A server has been added to the fleet document.
     ServerAdded,
-    /// The state of a server has changed: up, down, draining, gone.
+    /// The state of a server has changed to active, joining, down, draining or gone.
     ServerStateChanged,
     /// The weight of a server has changed.
     ServerWeightChanged,

@@ -50,7 +50,7 @@ fn default_protocol() -> Protocol {
     Protocol::Tcp
 }
 
-/// Schema of a socket address, which is an IPv4 address or a bracketed IPv6 address, followed by a port from 1 on.
+/// Schema of a socket address: an IPv4 address or a bracketed IPv6 address, with a port from 1 to 65535.
 pub struct SocketAddressSchema;
 
 impl PartialSchema for SocketAddressSchema {
@@ -104,7 +104,7 @@ pub struct Explanation {
     pub policy: String,
     /// Generation of the service's newest table.
     pub table_generation: u64,
-    /// Values of each server of the service, by which the policy chooses one.
+    /// Servers of the service, with the values by which the policy chooses one.
     pub servers: Vec<ExplainedServer>,
     /// Name of the chosen server. Null if no server is eligible, or if a load balancer decides by its own state (see
     /// `reason`).
@@ -121,7 +121,7 @@ pub struct Explanation {
     pub cookie_share: Option<f64>,
 }
 
-/// Values of one server, by which the service's policy decides.
+/// Server of a service, with the values by which the service's policy chooses one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ExplainedServer {
     /// Name of the server.

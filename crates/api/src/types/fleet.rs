@@ -88,7 +88,7 @@ pub struct CheckRequest {
 pub struct CheckResult {
     /// Mistakes in the order of their lines, or empty if there are none.
     pub mistakes: Vec<DocumentMistake>,
-    /// Minimum number of further mistakes, which are not listed.
+    /// Number of further mistakes, which are not listed. The document may have even more.
     pub omitted_count: u64,
 }
 

@@ -17,8 +17,8 @@ pub struct Keys {
     pub rotation_phase: KeyPhase,
     /// Generation of the configuration that contains the present keys.
     pub configuration_generation: u64,
-    /// Load balancers and agents that have not confirmed the `generation`, such as "load balancer lb2" or "the agent of
-    /// s3".
+    /// Load balancers and agents that have not confirmed `configuration_generation`, such as "load balancer lb2" or
+    /// "the agent of s3".
     pub pending_peers: Vec<String>,
     /// Minimum age of the present key (s) for a rotation without `force`.
     pub min_key_age_s: u64,

@@ -153,7 +153,7 @@ pub struct HealthCheckResult {
     pub load_balancer: String,
     /// Whether the load balancer considers the server up, or null after too few checks.
     pub is_up: Option<bool>,
-    /// Time since `up` last changed (ms).
+    /// Time since `is_up` last changed (ms).
     pub result_age_ms: u64,
     /// Error of the newest check, or null if the check passed.
     pub error: Option<String>,
@@ -161,7 +161,7 @@ pub struct HealthCheckResult {
     pub latency_us: u32,
     /// Number of the load balancer's health checks of the server.
     pub check_count: u64,
-    /// Number of these checks that failed.
+    /// Number of the load balancer's failed health checks of the server.
     pub failure_count: u64,
 }
 
@@ -436,7 +436,7 @@ pub struct ServerClock {
     pub syn_acks_with_timestamps: u64,
     /// Number of SYN-ACKs whose timestamp clock differed from the clock of another connection.
     pub disagreeing_syn_acks: u64,
-    /// Reason why the server's connections are not stamped, and what was expected. Null if they are stamped, or if the
-    /// clock is still being measured.
+    /// Reason why the server's connections are not stamped, and the remedy. Null if they are stamped, or if the clock
+    /// is still being measured.
     pub problem: Option<String>,
 }

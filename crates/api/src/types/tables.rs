@@ -51,7 +51,7 @@ pub struct Table {
 pub struct Candidate {
     /// Name of the server.
     pub server: String,
-    /// Receive queue of the core, or null if the bucket reaches several cores.
+    /// Receive queue of the core, or 0 if the candidate is a whole server. Null if the table does not contain the core.
     pub core: Option<u32>,
     /// Load of the core when the table was made, in fractions of the core's capacity.
     pub load: f64,

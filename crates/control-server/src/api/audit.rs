@@ -40,7 +40,7 @@ pub async fn get_audit_log(
     .await
 }
 
-/// Forget a load balancer that is gone for good, which frees its number in cookies
+/// Forget a load balancer that is gone for good, so that another one may get its number in cookies
 #[utoipa::path(
     delete, path = "/v1/load-balancers/{load_balancer}",
     params(("load_balancer" = String, Path, description = "Name of the load balancer")),

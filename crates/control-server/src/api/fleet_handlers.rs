@@ -60,7 +60,7 @@ pub async fn get_acknowledgements(State(api): State<ApiState>) -> Result<JsonAns
     .await
 }
 
-/// Apply another fleet document, as a whole or not at all, or (`dry_run`) return its changes
+/// Apply another fleet document, as a whole or not at all, or only return its changes (`dry_run`)
 #[utoipa::path(
     put, path = "/v1/fleet", request_body = NewFleet,
     responses(

@@ -35,7 +35,7 @@ const MAX_REQUEST_DELAY: Duration = Duration::from_millis(20);
 /// Number of services that use every server. The other services use only a few servers.
 const LARGE_SERVICE_COUNT: usize = 8;
 
-/// Returns the fleet document of the largest fleet. `additional_line` distinguishes it from other such documents.
+/// Returns the fleet document of the largest fleet. `additional_line` makes the texts of several calls different.
 fn largest_fleet_text(additional_line: &str) -> String {
     let mut text = additional_line.to_owned();
     for n in 0..ServerId::COUNT {
@@ -98,8 +98,8 @@ impl ApiThreadBusyTime {
     }
 }
 
-/// Measures the CPU time between yields of the API's thread repeatedly. A request that becomes due meanwhile must wait
-/// for the next yield.
+/// Repeatedly measures the CPU time between two yields of the API's thread. Other requests must wait for the next
+/// yield.
 async fn measure_thread_busy_time(api_thread: Arc<ApiThreadBusyTime>) {
     let read_thread_cpu_ns =
         || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
@@ -124,8 +124,8 @@ impl IsolationTestEnv {
         (response.status().as_u16(), response.bytes().await.unwrap().len())
     }
 
-    /// Sends the request. Returns a description of the response, and the longest delays of other work by the API's
-    /// thread and by the controller's lock.
+    /// Sends the request. Returns a description of the response, and the longest times for which other work waited for
+    /// the API's thread and for the controller's lock.
     async fn measure_request(&self, request: &TestRequest) -> (String, Duration, Duration) {
         self.take_longest_lock_wait();
         self.api_thread.take_longest_busy_time().await;
@@ -160,8 +160,8 @@ async fn process_changes(
     }
 }
 
-/// Returns the parts of a controller with its files in `directory`. It does not lead before
-/// [`LeaderElection::become_leader`] is called with its state.
+/// Opens a controller with its files in `directory`. It leads only after [`LeaderElection::become_leader`] is called
+/// with the returned state.
 pub(super) fn open_controller(
     directory: &Path,
 ) -> (LeaderElection, FleetStateManager, ControllerState, mpsc::Receiver<RecordChangeRequest>) {
@@ -228,7 +228,7 @@ fn server_list_of_maximum_size(server_json: &str) -> String {
     check_request_body(&server_json.repeat((MAX_FLEET_DOCUMENT_BYTES - 100) / json_byte_count))
 }
 
-/// Texts that are repeated to fill a fleet document of the maximum size, which contains copies of only one of them.
+/// Texts, each of which a test repeats to fill a fleet document of the maximum size.
 const REPEATED_TOML_TEXTS: [&str; 15] = [
     "=\n",
     "a=1\n",

@@ -35,14 +35,14 @@ pub struct EtcdConfig {
 /// TLS files for connections to etcd. They are read at the start, and again when they change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EtcdTlsConfig {
-    /// File with the authorities that may have issued etcd's certificate (PEM).
+    /// File with the trusted authorities for etcd's certificate (PEM).
     pub ca_file: PathBuf,
     /// Files with the controller's own certificate and its key (PEM).
     pub client_certificate_and_key_files: Option<(PathBuf, PathBuf)>,
 }
 
 config_struct! {
-    /// `[etcd]`.
+    /// `[etcd]`: connection to etcd and leader election.
     pub struct EtcdSection {
         /// http://HOST:PORT or https://HOST:PORT of every member of etcd.
         pub endpoints: Vec<Spanned<EtcdEndpoint>>,
@@ -54,7 +54,7 @@ config_struct! {
             Spanned::new(0..0, BoundedDuration(DEFAULT_LEASE_DURATION)),
         /// This controller's address and port in the daemons' files; default: `listen`.
         pub advertise: Option<SocketAddr>,
-        /// https://HOST:PORT of this controller's API, as in its certificate; default: from `api`.
+        /// https://HOST:PORT of this controller's API, as in its certificate; default: `api`, if it is not local.
         pub advertise_api: Option<ApiUrl>,
         /// Certificates for TLS with etcd.
         pub tls: Option<Spanned<EtcdTlsSection>>,
@@ -62,7 +62,7 @@ config_struct! {
 }
 
 config_struct! {
-    /// `[etcd.tls]`.
+    /// `[etcd.tls]`: certificates for TLS with etcd.
     pub struct EtcdTlsSection {
         /// File with the trusted authorities of etcd's certificate (PEM).
         pub ca: PathBuf,

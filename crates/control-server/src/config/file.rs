@@ -20,12 +20,12 @@ config_struct! {
         /// Address and port for commands, the dashboard and other programs (HTTP). Beyond this host the API requires
         /// `[tls]` and uses HTTPS.
         pub api: Spanned<SocketAddr> = Spanned::new(0..0, DEFAULT_API_ADDRESS),
-        /// Directory of the API's tokens; by default the store's, with [etcd] that of this file.
+        /// Directory of the API's tokens; default: the directory of `store`, or with [etcd] /var/lib/coreward.
         pub token_directory: Option<PathBuf>,
         /// File for persistent state: server ids, cookie keys, the fleet's RSS key. Created if missing. Required
         /// without [etcd].
         pub store: Option<PathBuf>,
-        /// Records in etcd, shared by several controllers, one of which leads.
+        /// Connection to etcd, instead of `store`, for several controllers, one of which leads.
         pub etcd: Option<Spanned<EtcdSection>>,
         /// Address and port of the metrics for Prometheus; by default no metrics are served.
         pub metrics: Option<SocketAddr>,

@@ -62,7 +62,7 @@ pub struct ControllerState {
     change_request_sender: mpsc::Sender<RecordChangeRequest>,
     /// Whether tables may be made. After a restart, they must wait for agents' reports.
     are_tables_allowed: AtomicBool,
-    /// Inputs of the newest published configuration that are not part of the fleet document or its records.
+    /// Inputs of the newest published configuration, other than the fleet document and the records.
     last_published_inputs: Mutex<LastPublishedInputs>,
     /// Histogram of the time from a server's newest report to the publication of the table made from it.
     report_to_table_latency: Mutex<LatencyHistogram>,
@@ -308,8 +308,8 @@ impl ControllerState {
         }
     }
 
-    /// Calls `service_reader` for the service at `service_position`. Also passes the service's server pool if the
-    /// controller has none cached.
+    /// Calls `service_reader` for the service at `service_position`. If the controller has no server pool of the
+    /// service in its cache, also passes a newly made pool.
     fn read_service<T>(
         &self,
         service_position: usize,

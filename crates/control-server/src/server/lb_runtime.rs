@@ -41,8 +41,8 @@ impl LbConnectionRuntime {
         Ok(Self { runtime: Some(runtime), connection_sender: connections, server_task })
     }
 
-    /// Moves the connections of load balancers, which certificates identify, to the runtime. Returns the stream of all
-    /// other connections.
+    /// Moves connections whose certificates identify load balancers to this runtime. Returns the stream of all other
+    /// connections.
     pub fn split_off_load_balancers<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
         incoming_connections: S,
@@ -56,7 +56,7 @@ impl LbConnectionRuntime {
                         event = "handover-failed",
                         %peer,
                         error = format!("{error:#}"),
-                        "the controller cannot pass a load balancer's connection to its thread for load balancers: \
+                        "the controller cannot take over the connection of a load balancer: \
                          the load balancer reconnects"
                     );
                 }

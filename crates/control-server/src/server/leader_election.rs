@@ -74,7 +74,7 @@ impl fmt::Display for LeaderRecord {
 #[derive(Clone)]
 enum ElectionRole {
     Leader(Arc<ControllerState>),
-    /// Another controller leads, which the record describes, or no controller leads (`None`).
+    /// Another controller leads, whose record this contains, or no controller leads (`None`).
     Follower(Option<LeaderRecord>),
 }
 

@@ -76,13 +76,14 @@ async fn end_session(controller_state: &ControllerState, name: String, session: 
                 event = "departure-not-stored",
                 load_balancer = name,
                 error = format!("{error:#}"),
-                "the controller cannot store that the load balancer has disconnected"
+                "the controller cannot store that the load balancer has disconnected: after a restart it waits for \
+                 the load balancer longer than necessary"
             );
         }
     }
 }
 
-/// Registers the load balancer, and returns its name and session. Other load balancers are then sent its address, and
+/// Registers the load balancer, and returns its name and session. The other load balancers then receive its address and
 /// the number that identifies it in cookies.
 async fn register_load_balancer(
     controller_state: &ControllerState,
@@ -136,7 +137,7 @@ async fn read_registration(
     }
 }
 
-/// Processes the load balancer's messages about its state and its queries until it disconnects.
+/// Processes the load balancer's messages, such as its state and its socket queries, until it disconnects.
 async fn process_load_balancer_messages(
     controller_state: &ControllerState,
     load_balancer: &str,

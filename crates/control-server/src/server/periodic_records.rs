@@ -8,10 +8,10 @@ use tokio::time::MissedTickBehavior;
 use super::controller_state::ControllerState;
 use super::state_manager::RecordChange;
 
-/// Interval of checks for changed bucket histories, and for the next step of a key rotation.
+/// Interval of checks for changed servers of buckets, and for the next step of a key rotation.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Writes changed bucket histories and due steps of key rotations to the records. Never returns.
+/// Writes changed servers of buckets, and due steps of key rotations, to the records. Never returns.
 pub async fn store_histories_and_key_steps(controller_state: &ControllerState) {
     let mut poll_timer = tokio::time::interval(MAINTENANCE_INTERVAL);
     poll_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -51,7 +51,8 @@ async fn store_changed_bucket_histories(controller_state: &ControllerState) {
             event = "buckets-not-stored",
             services,
             error = format!("{error:#}"),
-            "the controller cannot store the previous servers of moved buckets: a restart would lose them"
+            "the controller cannot store which servers had the service's buckets before: after a restart, connections \
+             that depend on the earlier servers break"
         );
     }
 }

@@ -80,7 +80,8 @@ impl SocketQueryRelay {
                 event = "answer-unexpected",
                 agent_session = agent_session,
                 query = answer.query_number,
-                "an agent has answered a socket query that is unknown or expired: the controller drops the answer"
+                "an agent has answered a query about open connections that is unknown or expired: the controller \
+                 drops the answer"
             );
         }
         was_open

@@ -221,7 +221,8 @@ impl FleetStateManager {
                 tracing::warn!(
                     event = "store-read-only",
                     %error,
-                    "the controller cannot write to its store: it still leads by the stored state, but rejects changes"
+                    "the controller cannot write to its store: it continues with the stored configuration, but \
+                     rejects changes"
                 );
                 if last_records.document.text != self.records.document.text {
                     self.fleet_config = parse_stored_document(&last_records.document)?;
@@ -388,7 +389,8 @@ impl FleetStateManager {
                     tracing::warn!(
                         event = "change-not-stored",
                         %error,
-                        "the controller cannot store a change of its state, and retries with the next change"
+                        "the controller cannot store a change outside the configuration, such as a load balancer's \
+                         connection: it applies the change, and stores it with the next one"
                     );
                 }
                 Err(error) => return Err(error).context("the change is not on record, and not in force"),

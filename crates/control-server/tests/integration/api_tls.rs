@@ -26,7 +26,7 @@ impl ApiTlsTestEnv {
         Self::start_with_certificate_for(&["127.0.0.1"]).await
     }
 
-    /// Starts a controller with a certificate for these host names and addresses.
+    /// Starts a controller whose certificate contains the names and addresses in `hosts`.
     async fn start_with_certificate_for(hosts: &[&str]) -> Self {
         let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
         let authority = CertificateAuthority::init(

@@ -34,7 +34,7 @@ pub struct FrameDropCounts {
     pub fill_ring_empty: u64,
 }
 
-/// AF_XDP socket of one receive queue, with its rings and memory. The order of the fields frees the memory last.
+/// AF_XDP socket of one receive queue, with its rings and memory. The memory is the last field to be freed.
 pub struct XdpQueue {
     socket: XdpSocket,
     rx_ring: RxRing,

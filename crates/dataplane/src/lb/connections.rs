@@ -195,7 +195,7 @@ impl PinnedConnectionTable {
         self.maps.connections.size()
     }
 
-    /// Returns the current time of the clock that packets read.
+    /// Returns the time of the clock by which connection table entries age, in tenths of a second.
     pub fn packet_clock_ticks(&self) -> ClockTicks {
         packet_clock_ticks(&self.maps)
     }
@@ -259,7 +259,7 @@ impl LoadBalancer {
             .store(CLOCK_WORD_OFFSET, owner_bits | u64::from(ClockTicks::from_monotonic_time(monotonic_time).0));
     }
 
-    /// Returns the current time of the clock that packets read.
+    /// Returns the time of the clock by which connection table entries age, in tenths of a second.
     pub fn packet_clock_ticks(&self) -> ClockTicks {
         packet_clock_ticks(&self.maps)
     }

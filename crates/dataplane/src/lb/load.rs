@@ -38,7 +38,8 @@ impl PinnedLbProgram {
                     event = "upgrade-pending",
                     pin_directory = %lb_directory.display(),
                     reason = format!("{problem:#}"),
-                    "a pinned program of another version forwards until the controller sends configuration and tables"
+                    "the pinned program of another version forwards packets until the controller has sent \
+                     configuration and tables"
                 );
                 None
             }
@@ -52,10 +53,10 @@ fn remove_unused_maps(lb_directory: &Path) -> anyhow::Result<()> {
     if !program::has_pinned_map(lb_directory) {
         return Ok(());
     }
-    tracing::warn!(
+    tracing::info!(
         event = "pins-removed",
         pin_directory = %lb_directory.display(),
-        "the load balancer removes pinned maps that no attached program uses"
+        "the load balancer removes pinned maps of an interrupted start, which no attached program uses"
     );
     program::unpin_maps_and_directory(lb_directory)?;
     std::fs::create_dir_all(lb_directory).with_context(|| lb_directory.display().to_string())

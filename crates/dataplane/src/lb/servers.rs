@@ -71,8 +71,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Marks the servers in `down_servers`, which the service's placement table lists, as down, and its other servers
-    /// as up.
+    /// Marks the servers in `down_servers` as down, and the other servers of the service as up. `down_servers` is from
+    /// the service's placement table.
     pub(super) fn set_down_servers(&mut self, service: ServiceIndex, down_servers: &[ServerId]) {
         let down_ids: BTreeSet<ServerId> = down_servers.iter().copied().collect();
         for recovered_id in
@@ -117,7 +117,8 @@ impl LoadBalancer {
                 service = service_name(&self.maps, service),
                 server_id = %id,
                 error = format!("{error:#}"),
-                "the load balancer cannot delete the MAC address of a removed server with LB-side stamping"
+                "the load balancer cannot delete the map entry of a removed server, whose service has `timestamps = \
+                 \"lb\"`"
             );
         }
         self.set_member_flags(service, id, intf::SERVER_MEMBER_MASK, 0);

@@ -68,7 +68,7 @@ impl ProgramVariant {
     }
 }
 
-/// VLAN settings among the constants of a loaded program.
+/// VLAN settings that are constants of a loaded program.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct VlanSettings {
     /// VLAN in which clients' packets to VIPs arrive.

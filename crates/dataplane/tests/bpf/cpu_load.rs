@@ -24,7 +24,7 @@ fn pin_thread_to_cpu(cpu: usize) {
     sched_setaffinity(Pid::from_raw(0), &single_cpu).unwrap();
 }
 
-/// The busy time is read while the task is running, so that the busy period has not ended by a task switch.
+/// Reads the busy time while the task is running, before a task switch ends the busy period.
 #[test]
 fn running_task_counts_as_busy() {
     skip_if!(missing_bpf_rights());

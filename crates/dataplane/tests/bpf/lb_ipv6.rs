@@ -352,7 +352,7 @@ fn packets_of_stateful_ipv6_connections_find_their_entry() {
     assert_eq!(balancer.lb.scan_used_entry_count(), 300);
 }
 
-/// All addresses of a /64 count as one source prefix.
+/// A /64 counts as one source prefix, which may hold at most a quarter of the connection table.
 #[test]
 fn ipv6_prefix_occupies_at_most_a_quarter_of_the_table() {
     skip_if!(missing_bpf_rights());

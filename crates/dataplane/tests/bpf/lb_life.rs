@@ -193,7 +193,7 @@ fn run_and_name_outcomes(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[
     counts_before.iter().zip(&read_outcome_counts()).map(find_increased_counter).collect::<Vec<_>>()
 }
 
-/// The next process takes over the services' modes, and the flow table with its entries and its size.
+/// A new load balancer process takes over the services' modes, and the flow table with its entries and its size.
 #[test]
 fn new_process_takes_over_modes_and_flows() {
     skip_if!(missing_bpf_rights());

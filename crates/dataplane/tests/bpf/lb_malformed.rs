@@ -15,7 +15,7 @@ use crate::support::{
     tcp_header_offset, timestamp_option,
 };
 
-/// Offset of the IP header in a frame, in bytes. The IP header has 20 bytes.
+/// Offset of the IP header (20 bytes without options) in a frame, in bytes.
 const IP_HEADER_OFFSET: usize = 14;
 const TCP_HEADER_OFFSET: usize = IP_HEADER_OFFSET + 20;
 const TCP_OPTIONS_OFFSET: usize = TCP_HEADER_OFFSET + 20;
@@ -244,7 +244,7 @@ fn timestamp_option_is_found_at_every_offset() {
     }
 }
 
-/// Linux also ignores these timestamps (tcp_parse_options()).
+/// Checks timestamps after the end of options, and of a wrong length. Linux also ignores them (tcp_parse_options()).
 #[test]
 fn misplaced_or_wrongly_sized_timestamps_are_ignored() {
     skip_if!(missing_bpf_rights());
@@ -271,7 +271,7 @@ fn misplaced_or_wrongly_sized_timestamps_are_ignored() {
     }
 }
 
-/// Returns `length` bytes of TCP options other than timestamp and end of options. A single byte is a no-operation.
+/// Returns `length` bytes of TCP options other than timestamp and end of options. For 1 byte, it is a no-operation.
 fn tcp_options_without_timestamp(length: usize) -> Vec<u8> {
     match length {
         0 => vec![],
@@ -311,8 +311,8 @@ fn invalid_tcp_flags_are_dropped_and_counted() {
     }
 }
 
-/// Returns the frame of `packet` with up to five random bytes. In every fifth round, the frame is truncated. In every
-/// seventh round, all bytes after the Ethernet header are random.
+/// Returns the frame of `packet` with up to five bytes replaced by random ones. If `round` is a multiple of 5,
+/// truncates the frame. If it is a multiple of 7, all bytes after the Ethernet header are random.
 fn random_frame(packet: &TcpPacket, round: u64, rng: &mut impl rand::Rng) -> Vec<u8> {
     let mut frame = TcpPacket {
         flags: [ACK, SYN, RST][uniform_below(rng, 3) as usize],

@@ -148,8 +148,8 @@ fn send_packet(balancer: &TestBalancer, client: (Ipv4Addr, u16), flags: u8, case
     (balancer.server_with_mac(&frame[..6]), u16::from_be_bytes([frame[18], frame[19]]))
 }
 
-/// Without a controller, the placement table still contains a server that takes no new connections, so the program must
-/// avoid it.
+/// A SYN must not go to its bucket's server if that server takes no new connections. Without a controller, the
+/// placement table still contains the server.
 #[test]
 fn beamer_syn_avoids_its_buckets_server_if_ineligible() {
     skip_if!(missing_bpf_rights());
@@ -388,7 +388,7 @@ fn traffic_is_counted_by_server() {
     assert_eq!(balancer.lb.server_traffic(server).packet_count, 4);
 }
 
-/// An attacker may repeatedly send forged packets to one server.
+/// The counts must stay right, although an attacker may repeatedly send forged packets to one server.
 #[test]
 fn forged_packets_do_not_change_connection_counts() {
     skip_if!(missing_bpf_rights());
@@ -460,7 +460,7 @@ fn expect_packets_follow_mode(
     }
 }
 
-/// The program variant for all modes treats each service as the variant for that service's mode alone does.
+/// The program for all modes treats each service like the program that supports only the mode of that service.
 #[test]
 fn services_of_different_modes_coexist() {
     skip_if!(missing_bpf_rights());

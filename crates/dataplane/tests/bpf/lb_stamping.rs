@@ -72,7 +72,7 @@ impl StampingTestEnv {
         stream
     }
 
-    /// Opens a connection. Returns the client's socket, the server's socket, and the index of the server.
+    /// Opens a connection. Returns the client's socket, the server's socket, and the server's index in `listeners`.
     fn open_connection(&self) -> (TcpStream, TcpStream, usize) {
         let client = self.connect_to_service();
         let deadline = Instant::now() + SOCKET_TIMEOUT;

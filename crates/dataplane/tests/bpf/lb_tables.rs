@@ -24,8 +24,8 @@ const TABLE_SWITCH_COUNT: u64 = 1_000;
 const DECISIONS_BETWEEN_SWITCHES: u64 = 30;
 const TEST_TIME_LIMIT: Duration = Duration::from_secs(240);
 
-/// Returns a placement table with the rule `Table`, in which each bucket of each RSS group has a random server of
-/// `servers`.
+/// Returns a placement table with [`PlacementRule::Table`], in which each bucket of each RSS group has a random server
+/// of `servers`.
 fn table_with_random_candidates(
     generation: u64,
     buckets: u64,
@@ -136,8 +136,8 @@ fn each_decision_follows_one_table_during_switches() {
     assert!(decisions_by_table.iter().all(|count| *count > 10 * TABLE_SWITCH_COUNT), "{decisions_by_table:?}");
 }
 
-/// Returns a placement table that prefers the first servers in `ids`. The number of a server's open connections equals
-/// its position in `ids`.
+/// Returns a placement table that prefers the first servers in `ids`, because each server has as many open connections
+/// as its position in `ids`.
 fn table_preferring_first_servers(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
     let new_pool_server = |(open_connections, id): (usize, &ServerId)| PoolServer {
         open_connection_count: open_connections as u32,

@@ -19,7 +19,7 @@ use crate::support::{MORE_FRAGMENTS_FLAG, SYN, TcpPacket, UdpDatagram, missing_b
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
 
-/// Offset of the IP header in a frame, in bytes. The IP header has 20 bytes.
+/// Offset of the IP header (20 bytes without options) in a frame, in bytes.
 const IP_HEADER_OFFSET: usize = 14;
 const UDP_HEADER_OFFSET: usize = IP_HEADER_OFFSET + 20;
 
@@ -31,8 +31,8 @@ fn four_tuple_to_vip(client: (Ipv4Addr, u16)) -> FourTuple {
     FourTuple::ipv4(client, VIP)
 }
 
-/// Returns a load balancer with a UDP and a TCP service at the same VIP and port, the ids of the UDP service's servers,
-/// and the UDP service's placement table.
+/// Returns a load balancer with a UDP and a TCP service at the same VIP and port. Also returns the ids of the UDP
+/// service's servers, and its placement table.
 fn balancer_with_table(
     consistency: ConsistencyMode,
     rule: PlacementRule,

@@ -343,7 +343,7 @@ impl SilentConnection {
         Self { client, server, silent_time, first_sender, has_keep_alive }
     }
 
-    /// Waits until the silence ends, and then transfers data. Returns a description if the transfer took 3 s or longer.
+    /// Transfers data after the silence. Returns a description of the connection if the transfer took 3 s or longer.
     fn resume_after_silence(mut self) -> Option<String> {
         std::thread::sleep(self.silent_time);
         let (client, server, start_time) = (&mut self.client, &mut self.server, Instant::now());
@@ -367,7 +367,7 @@ impl SilentConnection {
     }
 }
 
-/// Asserts that connections continue after each silence (in s), for each first sender and each value of `keep_alives`.
+/// Asserts that connections continue after each silence (in s), for each first sender and keep-alive setting.
 fn assert_connections_resume(env: &ServerTestEnv, silence_seconds: &[u64], keep_alives: &[bool]) {
     let (listener, mut connections) = (env.listen_at_vip(), vec![]);
     for silent_seconds in silence_seconds {

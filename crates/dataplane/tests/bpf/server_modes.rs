@@ -147,7 +147,7 @@ fn expect_server_id_after_table_loss(family: AddressFamily) {
     env.assert_no_errors();
 }
 
-/// Runs the programs on a SYN with a table index from client `client_number` of a flood, and on the server's SYN-ACK.
+/// Runs the server's programs on a SYN of client `client_number` with a connection table index, and on the SYN-ACK.
 fn run_flood_handshake(env: &ServerTestEnv, client_number: u32) {
     let mut flood_syn = TcpPacket::new((Ipv4Addr::from(0x0b00_0000 + client_number), 5), (VIP, SERVICE_PORT));
     flood_syn.flags = SYN;
@@ -205,7 +205,7 @@ fn previous_server_id() -> ServerId {
     ServerId::try_from(u64::from(PREVIOUS_SERVER_ID)).unwrap()
 }
 
-/// Sends `frame` with the previous server's id in `identification`. Returns whether the receiving server forwarded
+/// Sends `frame` with `identification` as the previous server's id. Returns whether the receiving server forwarded
 /// `frame` to the previous server.
 fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
@@ -227,7 +227,7 @@ fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identif
     true
 }
 
-/// Sends `frame` with the previous server's id in `identification`. Returns whether the client received a reply.
+/// Sends `frame` with `identification` as the previous server's id. Returns whether the client received a reply.
 fn send_and_check_reply(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);

@@ -50,7 +50,7 @@ fn address_family(address: SocketAddr) -> AddressFamily {
 struct TestServerPrograms {
     programs: ServerPrograms,
     keys: FleetCookieKeys,
-    /// TSval of the kernel's clock (in ms) from which on packets are stamped with the current key.
+    /// TSval of the server's kernel (in ms) from which the programs stamp packets with the current key.
     key_switch_ms: u32,
     id: ServerId,
 }

@@ -27,8 +27,8 @@ fn format_costs(costs: &[VerifierCost]) -> String {
 }
 
 /// Asserts that no program's verifier cost exceeds the recorded one by more than [`MAX_COST_FACTOR`]. With
-/// `COREWARD_WRITE_VERIFIER_COSTS=1`, the test first writes the table. On kernels other than the table's, it checks
-/// only that the programs load.
+/// `COREWARD_WRITE_VERIFIER_COSTS=1`, the test first writes the table. If the table is of another kernel version,
+/// checks only that the programs load.
 #[test]
 fn verifier_costs_do_not_grow() {
     skip_if!(missing_bpf_rights());

@@ -113,8 +113,8 @@ pub fn check_pins(facts: &MachineFacts) -> Vec<Finding> {
     vec![Finding::fault(problem.clone(), consequence).with_remedy_step(remedy)]
 }
 
-/// Lowest sufficient limit of a daemon's open files, such as pins, maps, sockets, links and files in /proc. A
-/// controller also needs one file per peer.
+/// Minimum limit of open files for a daemon. Its pins, maps, sockets, links and files in /proc count. A controller also
+/// needs one file per peer.
 const MIN_DAEMON_OPEN_FILES: u64 = 1024;
 const MIN_CONTROLLER_OPEN_FILES: u64 = 4096;
 

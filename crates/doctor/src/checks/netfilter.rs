@@ -47,7 +47,7 @@ pub fn check_conntrack(facts: &MachineFacts) -> Vec<Finding> {
 }
 
 /// Returns a description of each chain that can change the destination of services' packets. If no service is known,
-/// includes every chain with such rules.
+/// includes every chain with a rule that changes destinations.
 fn describe_translating_chains(chains: &[NetfilterChain], services: &[ServiceFacts]) -> Vec<String> {
     if services.is_empty() {
         let changes_destinations = |chain: &&NetfilterChain| chain.rules.iter().any(|rule| rule.changes_destination);

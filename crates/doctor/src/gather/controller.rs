@@ -32,8 +32,8 @@ pub(super) struct FleetFacts {
     pub future_dated_report_count: u64,
 }
 
-/// Queries the controllers in order, and returns the facts in the first answer. `name` is this machine's name in the
-/// fleet. With `None`, the facts include all services. `tls` contains the daemon's certificate.
+/// Queries the controllers in order, and returns the facts in the first answer. For a server with a `name`, the facts
+/// include only the services that have this server. `tls` contains the daemon's certificate.
 pub(super) fn query_controllers(
     role: MachineRole,
     controllers: &[SocketAddr],

@@ -67,7 +67,7 @@ pub fn gather_facts(options: &DoctorOptions) -> anyhow::Result<MachineFacts> {
     })
 }
 
-/// Returns all services to check. At a server, each contains its sockets.
+/// Returns all services to check. On a server, each service includes facts about its sockets.
 fn gather_services(
     role: MachineRole,
     additional_services: Vec<ServiceFacts>,

@@ -72,8 +72,8 @@ fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
     chains_by_name.into_values().collect()
 }
 
-/// Returns a rule that may change destinations or jump to other chains, as nftables describes it. `qualified_table`
-/// contains the address family and name of the rule's table.
+/// Returns the NAT rule that consists of these nftables expressions in JSON. `qualified_table` contains the address
+/// family and name of the rule's table.
 fn parse_nat_rule(expressions: &[Value], qualified_table: &str) -> NatRule {
     let mut nat_rule = NatRule::default();
     for expression in expressions {

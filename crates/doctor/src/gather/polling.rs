@@ -10,7 +10,7 @@ use crate::facts::PollingThread;
 /// Time between two samples of the threads. Below full load, a serving thread sleeps at least once within it.
 const THREAD_SAMPLE_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Thread that is running or runnable, with its number of voluntary context switches, each of which is a wait.
+/// Thread that is running or runnable, with its number of voluntary context switches (waits).
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct RunnableThread {
     thread_name: String,

@@ -60,8 +60,8 @@ fn check_service_count_per_server(servers: &[ServerConfig], services: &[ServiceC
     }
 }
 
-/// Checks the interval between key rotations. Each rotation overwrites the previous key, whose cookies must have
-/// expired by then.
+/// Checks that the interval between key rotations is at least the maximum lifetime of cookies, because each rotation
+/// overwrites the previous key.
 fn check_key_rotation<const MIN: u64, const MAX: u64>(
     interval: &Spanned<BoundedDuration<MIN, MAX>>,
     max_connection_lifetime: Duration,

@@ -18,7 +18,7 @@ pub enum DocumentChange {
     /// A server or a service was removed.
     Removed { subject: String },
     Changed {
-        /// Server or service, as in `Added`. It is empty if a key of the whole fleet has changed.
+        /// "server" or "service", followed by the name. It is empty if a key of the whole fleet has changed.
         subject: String,
         key: String,
         /// Previous value of the key, or `None` if the key was absent.

@@ -34,7 +34,7 @@ config_struct! {
         /// Maximum lifetime of a cookie.
         pub max_connection_lifetime: BoundedDuration<SECOND_NS, { 8760 * HOUR_NS }> =
             BoundedDuration(DEFAULT_MAX_CONNECTION_LIFETIME),
-        /// Interval between rotations of the cookie keys, at least max_connection_lifetime.
+        /// Interval of cookie key rotations, at least max_connection_lifetime. By default, keys rotate by command only.
         pub key_rotation: Option<Spanned<BoundedDuration<HOUR_NS, { 8760 * HOUR_NS }>>>,
         /// Names of the racks that may connect. By default, any rack may.
         pub racks: Option<Vec<Spanned<PrintableName>>>,
@@ -68,7 +68,7 @@ config_struct! {
         pub state: ServerDrainState = ServerDrainState::Active,
         /// Share of new connections relative to other servers. 0: none, as when draining.
         pub weight: ServerWeight = ServerWeight::ONE,
-        /// Capacity in cores of usual speed. By default, the number of the server's cores.
+        /// Capacity, where 1 is that of a typical core. By default, the number of the server's cores.
         pub capacity: Option<ServerCapacity>,
         /// Names of the racks that the server's agent may use. By default, those of the fleet; []: none.
         pub racks: Option<Vec<Spanned<PrintableName>>>,

@@ -35,7 +35,7 @@ use coreward_model::vlan::Vlan;
 pub use difference::{DocumentChange, list_changes};
 use file::FleetFile;
 
-/// Default interval between reports of an agent, which is 10 Hz as in the CrossRSS paper (CoNEXT'20).
+/// Default interval between reports of an agent, for 10 reports per second as in the CrossRSS paper (CoNEXT'20).
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Default of `max_connection_lifetime`. A cookie lives as long as its connection, which is nearly always less than a
@@ -75,7 +75,7 @@ pub struct ServerConfig {
     pub state: ServerDrainState,
     /// Share of new connections relative to other servers.
     pub weight: ServerWeight,
-    /// Capacity in cores of usual speed, or `None` to use the number of the server's cores.
+    /// Capacity, where 1 is that of a typical core, or `None` to use the number of the server's cores.
     pub capacity: Option<ServerCapacity>,
     /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
@@ -106,8 +106,8 @@ pub enum ServerDrainState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MigrationLoadBalancer {
     pub address: IpAddr,
-    /// Whether new connections go to the other load balancer (`migrate_to`). Otherwise the service was migrated from it
-    /// (`migrate_from`).
+    /// Whether new connections go to the other load balancer (`migrate_to`). Otherwise the other load balancer had the
+    /// service before (`migrate_from`).
     pub takes_new_connections: bool,
 }
 

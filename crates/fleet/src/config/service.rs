@@ -22,9 +22,9 @@ config_struct! {
         pub vip: LocatedValue<Vip>,
         /// Protocol of the service.
         pub protocol: LocatedValue<Protocol> = LocatedValue { value: Some(Protocol::Tcp), span: 0..0 },
-        /// Method that keeps packets of a TCP connection at its server.
+        /// Method by which the packets of a TCP connection find its server.
         pub consistency: Option<Spanned<ConsistencyMode>>,
-        /// Party that stamps the cookie into TCP timestamps.
+        /// Writer of the cookies in TCP timestamps: the server, the load balancer, or none.
         pub timestamps: Option<Spanned<TimestampOrigin>>,
         /// Method of forwarding packets to servers: by MAC address, or with an outer header across routers.
         pub forwarding: Option<Spanned<ForwardingMode>>,

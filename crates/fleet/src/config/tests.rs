@@ -215,8 +215,8 @@ const INVALID_VALUES: [(&str, &str, &str); 22] = [
     (
         "id = 7",
         "capacity = 0.0",
-        "fleet.toml:10:12: key `server.capacity`: capacity 0: expected a number above 0, at most 1000000: cores of \
-         the usual speed",
+        "fleet.toml:10:12: key `server.capacity`: capacity 0: expected a number above 0, at most 1000000, where 1 is a \
+         typical core",
     ),
     (
         "buckets = 256",
@@ -508,7 +508,7 @@ fn too_many_services_are_rejected() {
     );
 }
 
-/// An invalid value hides no other mistakes, and causes no further mistake in values that depend on it.
+/// All mistakes are reported, but a value that depends on an invalid one counts as no further mistake.
 #[test]
 fn all_mistakes_are_reported_at_once() {
     let text = VALID_FLEET_TOML

@@ -52,8 +52,8 @@ pub fn parse_other_balancer(
     Some(MigrationLoadBalancer { address: other_address, takes_new_connections: service.migrate_to.is_some() })
 }
 
-/// Checks that each server stamps the new connections of all its services or of none, because the server's kernel has
-/// only one setting for all services.
+/// Checks that each server stamps the new connections of all its services or of none. The server's kernel has only one
+/// setting for all services.
 pub fn check_uniform_stamping(
     services: &[ServiceConfig],
     servers: &[ServerConfig],

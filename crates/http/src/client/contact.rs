@@ -11,7 +11,7 @@ use coreward_tls::CredentialFiles;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerUrl {
     is_https: bool,
-    /// Host and port of the controller, in the form in which the URL contains them.
+    /// Host and port of the controller, as written in the URL.
     pub(super) host_and_port: String,
 }
 

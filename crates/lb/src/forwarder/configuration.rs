@@ -25,16 +25,16 @@ use crate::resolvers::Neighbour;
 /// Time from the start of the process until a missing controller configuration is reported.
 const FIRST_CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// State of the applied fleet configuration, except its services and load balancers.
+/// State of the applied fleet configuration. Its services and load balancers are in [`Forwarder`].
 #[derive(Default)]
 pub(super) struct ConfigurationState {
     /// Newest configuration generation that was confirmed on the current controller stream, or 0 if there is none.
     pub confirmed_generation: u64,
-    /// Number by which changes refer to the applied configuration, or `None` if none is applied or applying it failed.
+    /// Number of the applied configuration, which later changes name. `None` if none is applied or applying it failed.
     pub configuration_number: Option<u64>,
     /// Generation of the applied configuration, from any controller, or 0 if there is none.
     pub applied_generation: u64,
-    /// Time at which the first configuration was applied, or `None` before it.
+    /// Time at which the first configuration was applied, or `None` if none was applied yet.
     pub first_applied_at: Option<Duration>,
     /// Cookie keys that are in use, or `None` before the first configuration.
     fleet_keys: Option<FleetCookieKeys>,
@@ -59,7 +59,7 @@ impl ConfigurationState {
     }
 }
 
-/// Returns the fields that determine a server's MAC address and its position in lists.
+/// Returns the fields of a server that require new look-ups of MAC addresses if they change.
 fn server_identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
     (server.id, server.address, server.vlan)
 }
@@ -242,8 +242,8 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Returns whether a change removes, adds or changes services beyond their servers, or changes the names or
-    /// addresses of load balancers.
+    /// Returns whether a change adds or removes services, changes more of a service than its servers, or changes the
+    /// names or addresses of load balancers.
     fn affects_more_than_servers(&self, change: &FleetChange) -> bool {
         let differs_only_in_servers = |new_service: &Service| {
             let known_service = self.services_by_index.get(&new_service.index);
@@ -281,7 +281,7 @@ impl Forwarder {
         Ok(has_health_checks)
     }
 
-    /// Returns whether the next configuration must be complete because a change did not fit.
+    /// Returns whether the next configuration must be complete, because a change was based on another configuration.
     pub fn needs_complete_configuration(&self) -> bool {
         self.configuration.needs_complete
     }
@@ -404,7 +404,7 @@ impl Forwarder {
     }
 
     /// Applies the numbers and addresses of all load balancers with a connection table to the data plane. A load
-    /// balancer whose MAC address is unknown keeps the address from an earlier process, as servers do.
+    /// balancer whose MAC address is unknown keeps the address from an earlier process.
     fn set_connection_owners(&mut self) {
         let own_owner_number =
             self.load_balancers.iter().find(|peer| peer.name == self.own_name).and_then(|peer| peer.owner_number);

@@ -50,8 +50,8 @@ impl RejectedUpdates {
         self.0.remove(&RejectedUpdateSubject::TableOfService(service_index));
     }
 
-    /// Removes the records of all rejected updates before a complete configuration is applied, except tables of
-    /// services for which `is_service` returns true.
+    /// Removes the records of rejected updates before a complete configuration is applied. Keeps those of rejected
+    /// tables if `is_service` returns true for the table's service.
     pub fn retain_tables(&mut self, is_service: impl Fn(u32) -> bool) {
         self.0
             .retain(|subject, _| matches!(subject, RejectedUpdateSubject::TableOfService(index) if is_service(*index)));

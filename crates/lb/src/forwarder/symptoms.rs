@@ -51,7 +51,7 @@ impl Forwarder {
                 event = "symptom-gone",
                 symptom = symptom,
                 window_s = COUNTER_GROWTH_WINDOW.as_secs(),
-                "the load balancer's counters no longer show this symptom of lost packets"
+                "for `window_s` seconds, the load balancer's counters have not shown this symptom of lost packets"
             );
         }
         self.symptoms.descriptions_by_symptom = current_symptoms;

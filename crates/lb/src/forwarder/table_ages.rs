@@ -137,7 +137,8 @@ impl Forwarder {
                 event = "candidates-not-replaced",
                 service = service.name,
                 error = format!("{error:#}"),
-                "the service's table has expired, but the load balancer cannot replace its candidates: they stay in use"
+                "the service's placement table has expired, but the load balancer cannot build one from its own \
+                 connection counts: the expired table stays in use"
             );
         }
     }

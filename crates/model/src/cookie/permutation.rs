@@ -25,7 +25,7 @@ impl KeyedPermutation {
     pub const LB_STAMPED_COOKIE: Self = Self { bit_count: intf::LB_STAMPING_ID_BITS };
 
     /// Returns the number that hides `plain_number` in a cookie of the connection with hash `hash`. Both numbers are
-    /// below 2^bits.
+    /// below 2^`bit_count`.
     pub fn hide(self, hash: u64, plain_number: u32) -> u32 {
         let mut number = u64::from(plain_number).wrapping_sub(self.hash_addend(hash)) & self.bit_mask();
         for round in (1..=PERMUTATION_ROUND_COUNT).rev() {
@@ -122,8 +122,8 @@ mod tests {
         }
     }
 
-    /// The difference between the hidden numbers of two servers depends on the connection. In another connection, it
-    /// leads to the second server only by chance, so probing one connection does not help with another.
+    /// The difference between the hidden numbers of two servers depends on the connection. In another connection, the
+    /// same difference leads to the second server only by chance, so probing one connection does not help.
     #[test]
     fn hidden_number_difference_does_not_help_in_another_connection() {
         let mut rng = seeded_rng(2, 0);
@@ -150,7 +150,7 @@ mod tests {
         }
     }
 
-    /// Returns whether the quotients of two differences agree between the hidden numbers of two connections.
+    /// Returns whether the quotients of two differences, modulo `modulus`, agree between two lists of hidden numbers.
     fn difference_quotients_agree(known_numbers: [u32; 3], other_numbers: [u32; 3], modulus: u64) -> bool {
         let subtract_modular = |a: u32, b: u32| (u64::from(a) + modulus - u64::from(b) % modulus) % modulus;
         let [known_differences, other_differences] = [known_numbers, other_numbers]
@@ -159,9 +159,9 @@ mod tests {
         known_differences[1] * other_differences[0] % modulus == other_differences[1] * known_differences[0] % modulus
     }
 
-    /// A client that has probed one connection knows the differences between its hidden numbers. They must not reveal a
-    /// third hidden number of another connection of which the client knows two. The test compares the differences'
-    /// quotients modulo a prime (0), their quotients modulo 2^bits (1), and their XORs (2).
+    /// A client that has probed one connection knows the differences between its hidden numbers. If it also knows two
+    /// hidden numbers of another connection, it must not be able to compute a third. The test compares quotients of
+    /// differences modulo a prime and modulo a power of two, and XORs of numbers.
     #[test]
     fn known_differences_do_not_predict_hidden_numbers_of_another_connection() {
         let mut rng = seeded_rng(3, 0);

@@ -56,7 +56,7 @@ pub struct CoreAssignmentChange {
     pub is_running: bool,
 }
 
-/// Numbers of cores that each of two services keeps for itself in any case (`2` for both, or `2:0`).
+/// Numbers of cores that the allocator always leaves to each of two services (`2` for both, or `2:0`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReservedCores(pub [u16; 2]);
 
@@ -156,8 +156,8 @@ impl CoreAllocator {
         }
     }
 
-    /// Adjusts the number of service 0's own cores to its constant load, so that only bursts reach shared cores. The
-    /// right number has as many idle own cores as there are shared cores that serve requests of service 0.
+    /// Changes service 0's number of own cores by at most one, so that only bursts reach shared cores. Adds one if more
+    /// shared cores serve service 0 than own cores are idle. If fewer do, makes one shared.
     fn adjust_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<CoreAssignmentChange> {
         let idle_own_core_count =
             self.cores_in_state(exclusive_assignment_state(0)).filter(|core| load(0, *core) == 0).count();

@@ -258,8 +258,8 @@ mod tests {
     }
 
     proptest! {
-        /// Compares two dispatchers. A rate limit without delay makes every request of the second one pass through the
-        /// queue.
+        /// Compares a dispatcher whose requests may bypass an empty queue with one whose requests cannot. The second
+        /// has a rate limit that delays nothing but forbids the bypass.
         #[test]
         fn bypass_of_an_empty_queue_changes_no_decision(
             is_deadline_ranking in any::<bool>(),

@@ -174,8 +174,8 @@ impl RankArrays {
         self.ranks_by_service.iter().map(|service| service.outstanding_by_core[usize::from(core)]).sum()
     }
 
-    /// Returns the core of least rank on which `service` is enabled, even if the core takes no request. It gets the
-    /// load hint.
+    /// Returns the core to which a load hint goes. It is the core of least rank on which `service` is enabled, even if
+    /// the core takes no request.
     pub fn least_loaded_core(&self, service: u8) -> Option<u16> {
         let service_ranks = &self.ranks_by_service[usize::from(service)];
         let enabled_cores = (0..service_ranks.enabled_by_core.len() as u16)

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// dispatch. Requests of age 0 never expire. `queued_datagrams` is the number of datagrams in the worker's socket.
 ///
 /// The socket's queue is a FIFO, so it holds the youngest requests. Only older requests can have been read or dropped.
-/// Those older than `timeout_checks` expire, so at least as many requests remain as datagrams wait.
+/// They expire if they are older than `timeout_checks`.
 pub fn expired_request_indexes(ages: &[u32], queued_datagrams: usize, timeout_checks: u32) -> Vec<usize> {
     let mut indexes_oldest_first: Vec<usize> = (0..ages.len()).filter(|index| ages[*index] > 0).collect();
     indexes_oldest_first.sort_by_key(|index| (std::cmp::Reverse(ages[*index]), *index));

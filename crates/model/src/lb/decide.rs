@@ -17,7 +17,7 @@ use crate::consistency::{ConsistencyMode, ServiceMigration};
 use crate::cookie::{self, Cookie};
 use crate::tuple::Protocol;
 
-/// Protocol number of TCP in the IP header. The number of UDP follows.
+/// Protocol number of TCP in the IP header.
 const TCP_PROTOCOL_NUMBER: u8 = 6;
 pub(super) const UDP_PROTOCOL_NUMBER: u8 = 17;
 
@@ -143,7 +143,7 @@ impl LoadBalancer {
         Ok(decision)
     }
 
-    /// Returns whether the BPF program handles the protocol. Its code for UDP is left out while no service needs UDP.
+    /// Returns whether the BPF program processes the protocol. It contains code for UDP only if a service needs UDP.
     fn is_handled_protocol(&self, protocol: u8) -> bool {
         let has_udp_service =
             || self.service_slot_by_address.keys().any(|(.., protocol)| *protocol == UDP_PROTOCOL_NUMBER);

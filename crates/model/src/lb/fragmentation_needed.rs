@@ -11,14 +11,14 @@ use super::ip_packet::{ETHERNET_HEADER_BYTES, ICMP_HEADER_BYTES, u16_at};
 use super::packet::{self, FRAGMENT_OFFSET_MASK, IPV4_HEADER_BYTES, PROTOCOL_ICMP};
 use super::packet_ipv6::{self, IPV6_HEADER_BYTES, PROTOCOL_ICMPV6};
 
-/// Number of bytes of a dropped IPv4 packet that an ICMP error quotes. The number for IPv6 follows.
+/// Number of bytes of a dropped IPv4 packet that an ICMP error quotes.
 const QUOTED_BYTES_IPV4: usize = 68;
 const QUOTED_BYTES_IPV6: usize = 504;
 const TOS_INTERNETWORK_CONTROL: u8 = 0xc0;
 const ICMP_DESTINATION_UNREACHABLE: u8 = 3;
 const ICMP_FRAGMENTATION_NEEDED: u8 = 4;
 const ICMPV6_PACKET_TOO_BIG: u8 = 2;
-/// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
+/// Minimum MTU of an IPv6 link, in bytes (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
 impl LoadBalancer {

@@ -126,7 +126,7 @@ pub struct ServerMapEntry {
 pub struct ServerTraffic {
     /// Number of new connections for which the placement rule selected the server.
     pub opened_connection_count: u64,
-    /// Number of packets with a cookie and FIN or RST. Without a connection table, a retransmission counts once more.
+    /// Number of packets with a cookie and FIN or RST. Without a connection table, retransmissions are also counted.
     pub closed_connection_count: u64,
     /// Number of packets sent to the server, which are counted only if a policy needs the number.
     pub packet_count: u64,
@@ -373,7 +373,7 @@ impl LoadBalancer {
         service.placement = Some(InstalledPlacementTable::new(table));
     }
 
-    /// Sets the time (ns) until which the selected token buckets, which limit broadcasts, have been used.
+    /// Sets the time (ns) at which the taken tokens of the selected token buckets will be refilled.
     pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
         self.broadcast_limiter.set_paid_until(buckets, paid_until_ns);
     }

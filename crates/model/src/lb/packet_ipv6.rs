@@ -17,12 +17,12 @@ pub(super) const IPV6_HEADER_BYTES: usize = 40;
 const ICMPV6_ERROR_TYPES: std::ops::RangeInclusive<u8> = 1..=4;
 pub(super) const PROTOCOL_ICMPV6: u8 = 58;
 
-/// Type of the fragment header (RFC 8200), the first of the extension headers that are skipped (with RFC 4302).
+/// Protocol number of the fragment header. It is among the extension headers that are skipped (RFC 8200, RFC 4302).
 const FRAGMENT_HEADER_PROTOCOL: u8 = 44;
 const AUTHENTICATION_HEADER_PROTOCOL: u8 = 51;
 const EXTENSION_HEADER_PROTOCOLS: [u8; 5] = [0, 43, FRAGMENT_HEADER_PROTOCOL, AUTHENTICATION_HEADER_PROTOCOL, 60];
 const MAX_EXTENSION_HEADERS: usize = 6;
-/// Maximum offset of a transport header from the start of the frame.
+/// Maximum offset of a transport header from the start of the frame, in bytes.
 const MAX_TRANSPORT_OFFSET: usize = 111;
 
 pub(super) fn is_ipv6(frame: &[u8]) -> bool {

@@ -36,7 +36,7 @@ impl TokenBucket {
     }
 }
 
-/// Reason for which a packet is broadcast (`enum limited_kind`), or for which another rate-limited packet is sent.
+/// Reason for which a packet is broadcast, or for which an ICMP error is sent to its sender (`enum limited_kind`).
 pub type BroadcastReason = intf::limited_kind;
 /// Number of reasons for which a packet is broadcast.
 pub const BROADCAST_REASON_COUNT: usize = intf::LIMITED_KIND_COUNT as usize;
@@ -89,8 +89,8 @@ impl Default for BroadcastLimiter {
 }
 
 impl BroadcastLimiter {
-    /// Takes the tokens for a broadcast of a packet from `source` to a service's servers. Returns false if a token of
-    /// the service or the load balancer is missing.
+    /// Takes the tokens for a broadcast of a packet from `source` to a service's servers. Returns false if the service
+    /// or the load balancer has no token left. For a source above its own rate, this happens at half of the burst.
     pub fn take_tokens(
         &mut self,
         key: &CookieKey,
@@ -146,8 +146,8 @@ mod tests {
         assert_eq!(count_taken_tokens(&mut bucket, 5000), 3);
     }
 
-    /// Returns the number of genuine packets, of 100 from a source each, that are accepted within a second. Meanwhile,
-    /// each source of `junk_sources` sends 10,000 packets.
+    /// Returns how many of 100 genuine packets, each from another source, are accepted within a second. Meanwhile, each
+    /// source of `junk_sources` sends 10,000 packets.
     fn count_accepted_genuine_packets(
         junk_sources: &[(Ipv4Addr, usize, BroadcastReason)],
         genuine_slot_and_reason: (usize, BroadcastReason),

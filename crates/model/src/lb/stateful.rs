@@ -222,7 +222,7 @@ impl LoadBalancer {
         Some(decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot())))
     }
 
-    /// Decides on a SYN, for which it takes an entry, or finds the entry of the first transmission. The SYN's TSecr
+    /// Decides on a SYN. Takes a table entry for it, or finds the entry if the SYN was repeated. The SYN's TSecr
     /// carries the entry's index to the server.
     pub(super) fn decide_stateful_syn(
         &mut self,

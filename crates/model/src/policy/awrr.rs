@@ -11,7 +11,7 @@ pub const POLICY_NAME: &str = "awrr";
 
 /// Number of turns that a server with mean load gets (N in Cheetah, NSDI'20, Sect. 4.1).
 const TURNS_AT_MEAN_LOAD: f64 = 10.0;
-/// Minimum number of turns in Cheetah's paper. The maximum, 3 N, follows. With the paper's alpha, no load reaches it.
+/// Minimum number of turns in Cheetah's paper. The maximum is 3 N. With the paper's alpha, no load reaches it.
 const MIN_SERVER_TURNS: f64 = 2.0;
 const MAX_SERVER_TURNS: f64 = 3.0 * TURNS_AT_MEAN_LOAD;
 /// Weight of the mean load in the smoothed load of a server. With 0, the turns follow the loads at once, and with 1,
@@ -44,9 +44,9 @@ impl Policy for AdaptiveWeightedRoundRobin {
     }
 }
 
-/// Returns a server's turns N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)), for its load L_i and smoothing a. (The
-/// paper's typesetting shows the fraction as an exponent. Its text, "a perfectly balanced system would give N = 10",
-/// and its bounds fit only a factor.)
+/// Returns a server's turns N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)), for its load L_i and smoothing a. (In the
+/// paper's typesetting, the fraction is an exponent. Only as a factor does it fit the text, "a perfectly balanced
+/// system would give N = 10", and the bounds.)
 fn adaptive_turn_count(load: f64, average_load: f64) -> u32 {
     if average_load <= 0.0 {
         return TURNS_AT_MEAN_LOAD as u32;

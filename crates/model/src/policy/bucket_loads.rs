@@ -168,8 +168,8 @@ pub fn reachable_core(server: &PoolServer, rss_key: &RssKey, bucket: u32) -> Ser
     ServerCore { server: server.id, core: rss.map_or(0, |rss| reachable_queue(rss, bucket)) }
 }
 
-/// Returns the core of the server that a bucket's connections reach, and the core's load. A server without `rss` of the
-/// group's key only shares the group's table, and counts as one core.
+/// Returns the core of the server that a bucket's connections reach, and the core's load. Without `rss`, the core is
+/// unknown, so the server counts as one core with the mean load of its cores.
 pub fn reachable_core_or_mean_load(
     server: &PoolServer,
     rss: Option<&RssConfig>,

@@ -121,8 +121,7 @@ impl ConnectionCost {
     }
 }
 
-/// Returns the sum of the cores' deficits, by which they are below their target load, in units of a core of usual
-/// speed.
+/// Returns the sum of the loads that cores lack to their target load, in units of a core of mean speed.
 fn total_load_deficit(pool: &ServerPool, cache: &mut PolicyCache) -> f64 {
     let normalized_load = NormalizedLoad::for_pool(pool);
     let class_load_deficit = |(class, histogram): (&ServerClass, &LoadHistogram)| {
@@ -173,7 +172,7 @@ impl RecentServerLoads {
 }
 
 impl RecentCoreLoads {
-    /// Updates the averages, and returns the pool with the mean of newest and recent loads, as rack controllers do.
+    /// Updates the averages, and returns the pool with each load replaced by the mean of newest load and average.
     fn with_smoothed_loads<'p>(&mut self, pool: &'p ServerPool) -> Cow<'p, ServerPool> {
         if !pool.pool_totals().has_local_reports {
             self.servers.clear();

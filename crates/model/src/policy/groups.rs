@@ -100,7 +100,7 @@ impl CoreSlots<'_> {
     }
 }
 
-/// List of the first cores among those offered so far, ordered by a compared value, then by load, then by id. CrossRSS
+/// List of the least cores among all inserted ones, ordered by a compared value, then by load, then by id. CrossRSS
 /// selects the strictly smallest load, and the lowest id in ties.
 pub struct LeastCoreList {
     max_core_count: usize,
@@ -140,8 +140,8 @@ impl LeastCoreList {
     }
 }
 
-/// Compared value of cores that take no part in a bucket. They are offered only if a group has no other core, and come
-/// after the cores of other groups. Otherwise a server with its own RSS key would take part in all buckets.
+/// Compared value of cores that take no part in a bucket, so that they come after the cores of all groups. They are
+/// used only if their group has no other core. Otherwise a server with its own RSS key would take part in all buckets.
 const EXCLUDED_CORE_VALUE: f64 = f64::MAX;
 
 /// Fills a table with the `candidates_per_bucket` least loaded cores of every bucket of every group.

@@ -222,8 +222,8 @@ fn replace_nonparticipating_candidates(candidates: &mut [CandidateCore], is_cand
     }
 }
 
-/// Returns the load of one connection as a fixed-point number, such that the fullest server has at most 1.0. The result
-/// is at least 1, the smallest step.
+/// Returns the load of one connection as a fixed-point number. A server with `largest_value` connections then has a
+/// load of at most 1.0. The result is at least 1, the smallest step.
 fn fixed_point_connection_load(largest_value: f64) -> u32 {
     (load_to_fixed_point(1.0) / (largest_value as u32).max(1)).max(1)
 }

@@ -29,7 +29,7 @@ impl RankedCore {
 #[derive(Debug, Clone, Default)]
 pub struct LeastLoadedCores(Vec<RankedCore>);
 
-/// Last kept core before a removal. Only cores of the removed source, and kept cores, precede it.
+/// Last kept core before the cores of a source were removed. Cores that precede it are kept or belong to that source.
 #[derive(Debug, Clone, Copy)]
 pub struct CoreInsertionBound(RankedCore);
 

@@ -59,7 +59,7 @@ pub enum TelemetryLevel {
     Nothing,
     /// Numbers of connections that were opened and closed.
     Connections,
-    /// Numbers of connections, packets and bytes. Counting the latter two costs the data plane a little.
+    /// Numbers of connections, packets and bytes. Counting packets and bytes costs the data plane a little.
     All,
 }
 

@@ -63,7 +63,7 @@ impl ServerLoads {
 pub struct ServerClass {
     /// Weight of each server of the class.
     pub weight: ServerWeight,
-    /// Speed of each core (above 0), relative to a core of usual speed.
+    /// Speed of each core (above 0): the server's configured capacity divided by its number of cores, or 1.
     pub relative_core_speed: f64,
 }
 

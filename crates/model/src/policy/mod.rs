@@ -184,7 +184,7 @@ fn independent_hash_key(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, INDEPENDENT_KEY_RNG_STREAM))
 }
 
-/// Returns a table with members and consistent servers, but without candidates. Every policy starts with such a table.
+/// Returns a table with members and consistent servers, but without candidates. Every policy adds its candidates to it.
 fn table_without_candidates(
     pool: &ServerPool,
     rule: PlacementRule,

@@ -41,8 +41,8 @@ impl NormalizedLoad {
         normalized_load
     }
 
-    /// Returns the value by which a core of a class with this load is compared. Within a class, the value never
-    /// decreases with the load.
+    /// Returns the value by which cores are compared, for a core of class `class` with load `load`. Within a class, the
+    /// value never decreases with the load.
     pub fn compared_load(&self, class: ServerClass, load: f64) -> f64 {
         if self.has_uniform_servers {
             return load;
@@ -50,8 +50,8 @@ impl NormalizedLoad {
         self.compared_value_for_target(self.target_load_and_relative_speed(class), load)
     }
 
-    /// Returns the result of [`NormalizedLoad::compared_load`] for unequal cores, for a class with known
-    /// [`NormalizedLoad::target_load_and_relative_speed`].
+    /// Returns the value of [`NormalizedLoad::compared_load`] if not all servers are alike. The first argument is the
+    /// result of [`NormalizedLoad::target_load_and_relative_speed`] for the core's class.
     pub fn compared_value_for_target(&self, (target_load, speed): (f64, f64), load: f64) -> f64 {
         self.value_offset + self.mean_load - speed * (target_load - load)
     }

@@ -31,9 +31,9 @@ pub const MAX_CANDIDATES: u8 = coreward_intf::MAX_CANDIDATES as u8;
 pub struct RackSummary {
     /// Servers of the rack with known loads, by id.
     pub servers: Vec<SummarizedServer>,
-    /// Load histogram of the eligible aggregated servers of each class.
+    /// Load histogram of each class of eligible servers with [`ServerLoads::Aggregated`].
     pub histograms_by_class: Vec<(ServerClass, LoadHistogramBins)>,
-    /// Least loaded cores of the eligible aggregated servers, in one list for each RSS key and class.
+    /// Least loaded cores of eligible servers with [`ServerLoads::Aggregated`], in one list per RSS key and class.
     pub candidate_lists: Vec<BucketCandidateList>,
 }
 
@@ -58,7 +58,7 @@ pub struct BucketCandidateList {
 }
 
 impl BucketCandidateList {
-    /// Returns the candidates of a bucket, or an empty list if this list has no such bucket.
+    /// Returns the candidates of a bucket, or an empty list if the list does not contain the bucket.
     pub fn candidates_of_bucket(&self, bucket: u32) -> &[(ServerCore, f64)] {
         let first_candidate_index = bucket as usize * self.candidates_per_bucket;
         self.candidates

@@ -34,13 +34,13 @@ impl Default for ServerWeight {
     }
 }
 
-/// Capacity of a server, as a number of cores of usual speed, above 0 and at most a million.
+/// Capacity of a server, above 0 and at most a million, where 1 is the capacity of a typical core.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ServerCapacity(f64);
 
 /// Error returned for a capacity that is not above 0, or above a million.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[error("capacity {0}: expected a number above 0, at most 1000000: cores of the usual speed")]
+#[error("capacity {0}: expected a number above 0, at most 1000000, where 1 is a typical core")]
 pub struct ServerCapacityOutOfRange(pub f64);
 
 impl ServerCapacity {
@@ -49,7 +49,7 @@ impl ServerCapacity {
         if capacity > 0.0 && capacity <= 1e6 { Ok(Self(capacity)) } else { Err(ServerCapacityOutOfRange(capacity)) }
     }
 
-    /// Returns the capacity as a number of cores of usual speed.
+    /// Returns the capacity, where 1 is that of a typical core.
     pub fn get(self) -> f64 {
         self.0
     }

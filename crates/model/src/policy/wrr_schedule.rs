@@ -52,13 +52,13 @@ fn greatest_common_divisor(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
-/// Returns a sequence in which each position occurs as often as its weight. After any number of turns, each position is
-/// within one turn of its share. The schedule is R. Tijdeman's ("The chairman assignment problem", Discrete Mathematics
-/// 32, 1980). Its bound for n servers is 1 - d, with d = 1 / (2n - 2).
+/// Returns a sequence in which each position occurs as often as its weight. After any number of turns, each position
+/// has had its share of them, with an error below one turn. The schedule is R. Tijdeman's ("The chairman assignment
+/// problem", Discrete Mathematics 32, 1980). His bound of the error for n servers is 1 - d, with d = 1 / (2n - 2).
 ///
-/// Turn k (from 0) of a server of share r keeps the bound from (k + d) / r turns on, up to (k + 1 - d) / r. Among the
-/// servers whose next turn may come now, the one whose turn must come first is chosen. Such a schedule exists, so this
-/// rule finds it.
+/// For a server of share r, the bound permits turn k (from 0) only from (k + d) / r to (k + 1 - d) / r. Among the
+/// servers whose next turn is permitted, the one with the earliest end comes next. A schedule within the bound exists,
+/// and this rule finds one.
 fn interleaved_positions(weights: &[u32]) -> Vec<usize> {
     if weights.len() == 1 {
         return vec![0; weights[0] as usize];

@@ -63,8 +63,8 @@ impl RssInputTransform {
         }
     }
 
-    /// Returns the transformed addresses and ports of IPv4 (12 bytes) or IPv6 (36 bytes). Input of another length has
-    /// no ports.
+    /// Returns the transformed addresses and ports of IPv4 (12 bytes) or IPv6 (36 bytes). Input of any other length is
+    /// treated as addresses without ports.
     pub(super) fn transform_tuple(self, four_tuple_bytes: &[u8]) -> Vec<u8> {
         let mut tuple = four_tuple_bytes.to_vec();
         let address_bytes = match tuple.len() {

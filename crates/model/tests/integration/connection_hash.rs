@@ -58,7 +58,7 @@ fn collision_ratio_to_chance(hash: fn(&CookieKey, SocketAddr) -> u64, set: Clien
     colliding_pair_count as f64 / KEY_COUNT as f64 / (pair_count / f64::from(1 << TABLE_POSITION_BITS))
 }
 
-/// Returns the connection hash, whose low half selects table positions and whose upper half is the tag.
+/// Returns the connection hash. Its low half selects table positions, and its upper half is the tag in the table entry.
 fn connection_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     let hash = ConnectionHash::new(key, 3, client);
     u64::from(hash.entry_tag()) << 32 | u64::from(hash.low_half())

@@ -160,8 +160,8 @@ fn entry_identity_of_client(client_port: u16, generation: u16) -> TableEntryIden
     }
 }
 
-/// Frees an entry as user space does, and returns whether it was freed. The grace period, which only keeps counters
-/// apart, is omitted.
+/// Frees an entry as user space does, and returns whether it was freed. Omits the grace period, which only separates
+/// the counters of the slot's old and next connection.
 fn free_entry(table: &LoomConnectionTable, index: ConnectionIndex, identity: TableEntryIdentity) -> bool {
     let is_released = table.release_entry(index, identity);
     if is_released {
@@ -288,8 +288,8 @@ fn only_one_of_two_concurrent_frees_of_an_entry_succeeds() {
     });
 }
 
-/// Runs a packet that reuses the only used slot, whose entry has expired, concurrently with `other_operation`. Returns
-/// both results.
+/// Lets a packet reuse the only used slot, whose entry has expired, while `other_operation` runs. Returns the results
+/// of both.
 fn reuse_slot_concurrently_with<T>(
     other_operation: impl Fn(&LoomConnectionTable, ConnectionIndex) -> Option<T>,
 ) -> (Option<ConnectionIndex>, Option<T>) {

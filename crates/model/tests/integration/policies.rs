@@ -183,7 +183,7 @@ fn interval_connections_count_as_1_5_times_the_deficits() {
     assert!((assignment_cost_for(130) - 0.0225).abs() < 1e-5);
 }
 
-/// Policies whose tables depend on the number of opened connections request that telemetry from load balancers.
+/// Checks that each policy whose tables depend on the number of opened connections requests it from load balancers.
 #[test]
 fn policies_that_use_opened_connection_counts_request_telemetry() {
     let rss_key = seeded_rss_key(1);

@@ -151,8 +151,8 @@ proptest! {
         }
     }
 
-    /// The k least loaded cores of all racks are among the k least loaded of each rack, but fewer than k may not
-    /// suffice.
+    /// Checks that a rack's list has its least loaded cores, up to the maximum number. The k least loaded cores of all
+    /// racks are among the k least loaded of each rack.
     #[test]
     fn shortened_candidate_lists_have_the_least_loaded_cores(
         loads in prop::collection::vec(0.0..1.0f64, 2..12),

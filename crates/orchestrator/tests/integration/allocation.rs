@@ -50,7 +50,7 @@ fn complete_all_requests(test_engine: &mut TestEngine, workers: &mut [Worker<'_>
     }
 }
 
-/// Returns the services of each core at three times: at the start, during a burst for service 0, and after calm epochs.
+/// Returns each core's services at three times: at the start, during a burst for service 0, and after a pause.
 fn core_assignments_over_time(assignment_mode: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as usize]> {
     let engine_config = DispatchEngineConfig {
         core_count: CORE_COUNT,

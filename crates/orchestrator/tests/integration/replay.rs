@@ -29,8 +29,8 @@ const REPLAY_BATCH_LENGTH: usize = 1 << 20;
 /// Time without a response after which the test fails.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Record of an input to the engine, or of an observed result, in the order in which the engine processes them. After
-/// polling all cores, the engine dispatches waiting requests.
+/// Record of an input to the engine, or of an observed result. The records have the order in which the engine processes
+/// them: it polls all cores, and then dispatches waiting requests.
 #[derive(Debug, Clone, Copy)]
 enum EngineRecord {
     Submit { now_ns: u64, service: u8 },
@@ -39,7 +39,7 @@ enum EngineRecord {
     Dispatch { now_ns: u64 },
 }
 
-/// Replay of the engine's records on the model, with the requests that the model has sent to cores.
+/// Replay of the engine's records on a model of the dispatch policy, with the requests that the model has sent.
 struct ModelReplay {
     policy_model: JoinBoundedShortestRankedQueue<u64>,
     /// Weight, in thousandths, of a request of one service (column) in the rank for another service (row).
@@ -79,8 +79,8 @@ impl ModelReplay {
         }
     }
 
-    /// Applies a record to the model. Fails when the model decides differently from the engine, or sends a request to
-    /// another core than the least ranked one.
+    /// Applies a record to the model. Fails when the model decides differently from the engine, or does not send a
+    /// request to the core with the least rank.
     fn apply_record(&mut self, record: EngineRecord) -> Result<(), String> {
         match record {
             EngineRecord::Submit { now_ns: now, service } => {
@@ -263,8 +263,8 @@ fn serve_all_cores(runtime: &OrchestratorConnection, seed: u64, stop_flag: &Atom
     Ok(())
 }
 
-/// Runs the engine until `completed_request_count` requests are completed. Calls `check` repeatedly, to consume the
-/// recorded events meanwhile.
+/// Runs the engine until `completed_request_count` requests are completed. Meanwhile calls `check` repeatedly, so that
+/// it can consume the events recorded so far.
 fn run_engine(
     config: &DispatchEngineConfig,
     completed_request_count: u64,

@@ -49,8 +49,8 @@ fn lock_server<'l, 'w, 'r, H: ?Sized>(
 
 impl Worker<'_> {
     /// Serves requests like [`serve`](Self::serve), but a timer thread also preempts handlers once per `period`,
-    /// between yield points. Both threads may call the handler at the same time. It must not hold a lock that handlers
-    /// of higher priority need.
+    /// between yield points. Both threads may call the handler at the same time. The handler must not hold a lock that
+    /// handlers of higher priority need.
     ///
     /// The timer thread has the affinity of this thread, which should be one CPU. Its real-time priority is one above
     /// that of this thread, if the process may set it (CAP_SYS_NICE or RLIMIT_RTPRIO). Otherwise the kernel may let the

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Interrupts each step of a roll-over after every change of a file. The certificates are then valid, or the error
-/// names the remedy. Every other step is rejected, and the same step can be completed.
+/// Interrupts each step of a roll-over after every change of a file. Issued certificates are then valid, or the error
+/// names the remedy. Only the interrupted step can be executed next, and completes what is missing.
 #[tokio::test]
 async fn interrupted_rollover_step_is_completed_by_the_same_command() {
     const ROLLOVER_STEPS: [RolloverStep; 3] = [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish];

@@ -23,14 +23,14 @@ use super::{
 };
 use crate::cpus::{THIS_THREAD, bind_to_cpu};
 
-/// Number of requests in the server's socket when the clock starts. They fit the kernel's default receive buffer.
+/// Number of requests sent before the server's time is measured. They fit the socket's default receive buffer.
 const REQUESTS_PER_BURST: u64 = 256;
 pub const CORE_COUNT: u16 = 16;
 /// Maximum time for a burst, which normally takes less than a millisecond.
 const BURST_TIMEOUT: Duration = Duration::from_secs(10);
 const KSOFTIRQD_WAIT: Duration = Duration::from_micros(50);
 
-/// Mean times per request (ns): in the server, and for the delivery into its socket.
+/// Mean times per request (ns) for its processing by the server, and for its delivery into the server's socket.
 #[derive(Debug, Clone, Copy)]
 pub struct MeanRequestTimes {
     pub server_ns: f64,

@@ -43,7 +43,7 @@ const OUTER_SOURCE_ADDRESSES: OuterSourceAddresses =
 const ETHERNET_MTU: u32 = 1500;
 
 /// Number of flow-table entries, which is enough for all connections. On average, a set of eight entries holds 0.5
-/// connections. In 150 of 151 runs, therefore none of the two million sets is full.
+/// connections. The probability that none of the two million sets is full is 150/151.
 pub const FLOW_TABLE_ENTRIES: u32 = PACKET_COUNT as u32 * 16;
 
 /// Number of connection-table entries, which is enough for all connections. On average, 512 of a partition's 1024
@@ -200,8 +200,8 @@ impl CaseLoadBalancer {
         Ok(balancer)
     }
 
-    /// Sends a response of each server through the load balancer. From the responses, it learns the servers' clocks, by
-    /// which it restores TSecr.
+    /// Sends a response of each server through the load balancer. The load balancer thus learns the servers' clocks,
+    /// which it needs to restore TSecr.
     fn teach_server_clocks(&self) -> anyhow::Result<()> {
         let FrameTemplate { frame_bytes: mut response_bytes, ports_offset, .. } = response_frame_template();
         let response_ports = &mut response_bytes[ports_offset as usize..][..4];

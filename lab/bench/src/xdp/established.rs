@@ -26,9 +26,9 @@ pub struct ConnectionCountCosts {
     pub stateless: CaseMeasurement,
     pub stateful: CaseMeasurement,
     pub hash_table: CaseMeasurement,
-    /// Cost of the stateless program above the empty one (ns), if the generator also loads a cache line in parallel.
+    /// Cost of the stateless program above the empty one (ns), while the generator also loads a cache line.
     pub ns_with_parallel_cache_line: NsByRound,
-    /// Cost of the stateless program above the empty one (ns), if it must first wait for a cache line from memory.
+    /// Cost of the stateless program above the empty one (ns), with a wait for a cache line from memory.
     pub ns_after_awaited_cache_line: NsByRound,
 }
 
@@ -89,8 +89,8 @@ fn measure_connection_count(connection_count: usize, args: &XdpBenchArgs) -> any
     })
 }
 
-/// Creates a runner of packets of the stateless mode. With each packet, it can load the cache line of the connection's
-/// entry in the stateful mode's table.
+/// Creates a runner that generates the stateless mode's packets. For each packet, it can also load the cache line of
+/// the connection's entry in the stateful mode's table.
 fn create_runner_with_table_lines(
     stateless: &CaseLoadBalancer,
     stateful: &CaseLoadBalancer,

@@ -90,8 +90,7 @@ struct FloodMeasurement {
     ns_without_flood: [NsByRound; 2],
     /// Times per packet during a flood (ns), by round, for the empty program and for the load balancer.
     ns_in_flood: [NsByRound; 2],
-    /// Fraction of the open connections' packets during the floods for which the entry of the connection's server was
-    /// found.
+    /// Fraction of the open connections' packets during the floods that found their server.
     found_entry_fraction: f64,
     flood_counts: FloodCounts,
     /// Number of SYNs of the floods that found no free connection-table entry.
@@ -181,7 +180,7 @@ impl FloodTarget {
 }
 
 impl FloodMeasurement {
-    /// Returns a measurement without rounds, which has the target's state before the first flood.
+    /// Returns a measurement before its first round. Its memory and used entries are those of the target at present.
     fn before_flood(flooded_program: FloodedProgram, target: &FloodTarget) -> anyhow::Result<Self> {
         Ok(Self {
             flooded_program,
@@ -411,12 +410,14 @@ fn build_flood_report(measurements: &[FloodMeasurement], length: &MeasurementLen
 fn describe_method(length: &MeasurementLength, cpus: [usize; 2], memory: &BpfMapMemory) -> String {
     let BpfMapMemory { array_map_count: array_count, hash_map_count: hash_count, .. } = memory;
     format!(
-        "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. Meanwhile CPU {} \
-         floods the same program and maps, as another receive queue, with SYNs of new clients by the rule \
-         least_assigned. Without flood it runs the empty program on the same SYNs. Values are medians over {} rounds \
-         of {} packets with and without flood in turns. {}. {array_count} maps are arrays of fixed size, and \
-         {hash_count} are hash tables, whose entries are counted.",
+        "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. Meanwhile CPU {} acts \
+         as a second receive queue in a SYN flood. It runs the same program, with the same maps, on SYNs of new \
+         clients. Each SYN goes to the least loaded candidate core (rule `least_assigned`). In rounds without a flood, \
+         CPU {} runs an empty program on the same SYNs. Rounds with and without a flood alternate. Values are medians \
+         of {} rounds of each kind, with {} packets per round. {}. The program's maps are {array_count} arrays of \
+         fixed size and {hash_count} hash tables, whose entries the second table counts.",
         cpus[0],
+        cpus[1],
         cpus[1],
         length.rounds,
         length.packets,
@@ -427,15 +428,14 @@ fn describe_method(length: &MeasurementLength, cpus: [usize; 2], memory: &BpfMap
 /// Returns a sentence that states whether the two CPUs share a core. In a virtual machine, this is the kernel's view.
 fn describe_cpu_topology(cpus: [usize; 2]) -> String {
     let read_thread_siblings = |cpu: usize| {
-        let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
-        std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
+        std::fs::read_to_string(format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")).ok()
+    };
+    let core_relation = match cpus.map(read_thread_siblings) {
+        [Some(first_siblings), Some(second_siblings)] if first_siblings == second_siblings => "share a core",
+        [Some(_), Some(_)] => "are on different cores",
+        _ => "may share a core",
     };
     let is_virtual_machine = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" hypervisor"));
     let virtual_machine_note = if is_virtual_machine { " (in a virtual machine this may be wrong)" } else { "" };
-    let [first_siblings, second_siblings] = cpus.map(read_thread_siblings);
-    format!(
-        "By /sys CPU {}'s core consists of CPUs {first_siblings}, and CPU {}'s of CPUs \
-         {second_siblings}{virtual_machine_note}",
-        cpus[0], cpus[1]
-    )
+    format!("According to /sys, CPUs {} and {} {core_relation}{virtual_machine_note}", cpus[0], cpus[1])
 }

@@ -74,7 +74,7 @@ pub struct CostGoals<'a> {
 }
 
 impl<'a> CostGoals<'a> {
-    /// Takes both costs from the measurements. Panics when there are no measurements.
+    /// Returns the goals for the costs in the measurements. Panics when there are no measurements.
     pub fn new(established_costs: &'a [ConnectionCountCosts], separate_cases: &'a [CaseMeasurement]) -> Self {
         let established_measurements = established_costs
             .iter()

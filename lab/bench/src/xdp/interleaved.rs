@@ -127,7 +127,7 @@ pub fn quartile_range_with_decimals(rounds: &[f64], decimal_count: usize) -> Str
     format!("{lower_quartile:.decimal_count$} to {upper_quartile:.decimal_count$}")
 }
 
-/// Returns the element of `values` that is nearest to their quantile `fraction` (0 to 1).
+/// Returns the quantile `fraction` (0 to 1) of `values`, without interpolation between elements.
 fn nearest_quantile(values: &[f64], fraction: f64) -> f64 {
     let mut sorted_values = values.to_vec();
     sorted_values.sort_by(f64::total_cmp);

@@ -25,7 +25,7 @@ pub const PACKET_COUNT: usize = 1 << 20;
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 pub struct PacketVariation {
-    /// Client's IPv4 address in network byte order, which is also the byte order of the next two fields.
+    /// Client's IPv4 address, in network byte order like `ports` and `tsecr`.
     pub client_address: u32,
     pub ports: u32,
     /// Echoed timestamp (TSecr) of the TCP timestamps option.

@@ -280,7 +280,7 @@ pub fn run_server_bench(length: &MeasurementLength) -> anyhow::Result<BenchRepor
     let method = format!(
         "server.bpf.c runs at tc, on a fresh packet each time. Values are medians of {} interleaved rounds of {} \
          packets. `empty` returns at once, and `parse + swap MACs` is the floor, here at tc. The packets have no \
-         socket, so the PAWS clamp and steering are not included.",
+         socket. So the code for idle connections (PAWS clamp) and for the choice of a worker (steering) does not run.",
         length.rounds, length.packets,
     );
     Ok(BenchReport {

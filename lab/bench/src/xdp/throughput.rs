@@ -27,7 +27,7 @@ use wire::{NapiThread, NapiUsage, VethPair, raise_priority};
 /// Number of rounds and frames of the throughput measurement.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ThroughputBenchArgs {
-    /// Number of rounds; in each, all kinds of traffic and the floor are measured one after the other
+    /// Number of rounds; in each, the baselines and all kinds of traffic are measured one after the other
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Number of frames per kind of traffic and round
@@ -160,7 +160,7 @@ struct TrafficTestEnv {
 
 /// Measured values of one kind of traffic in one round.
 struct TrafficRoundResult {
-    /// CPU time of the tested end's thread per frame (ns).
+    /// CPU time per frame (ns) of the NAPI thread in which the tested program runs.
     cpu_ns_per_frame: f64,
     /// Rate of frames by wall-clock time, in millions per second.
     million_frames_per_second: f64,
@@ -368,10 +368,9 @@ fn describe_method(args: &ThroughputBenchArgs, cpus: [usize; 2]) -> String {
         "A thread on CPU {0} redirects live frames (BPF_F_TEST_XDP_LIVE_FRAMES) into one end of a veth pair. At the \
          other end a NAPI thread on CPU {1} runs the measured program as native XDP. Frames that the program returns \
          are dropped at the first end, on CPU {0}. Values are medians of {2} interleaved rounds of {3} frames per kind \
-         of traffic. CPU time is the NAPI thread's, with veth's receive path, XDP_TX, and wake-ups after waits for \
-         frames. `swap MACs` is the floor: the ratio is the floor's CPU time per frame divided by the other's, round \
-         by round. {4} connections are open, and each SYN is of a new client. CPU {0} has written the frame's memory, \
-         which behind a NIC is in the shared cache.",
+         of traffic. CPU time is that of the NAPI thread, including veth's receive path, XDP_TX and wake-ups. The row \
+         `swap MACs` is the floor. The column `rate / floor` is the floor's CPU time per frame divided by the row's \
+         CPU time per frame, computed per round. {4} connections are open, and each SYN is of a new client.",
         cpus[0], cpus[1], args.rounds, args.frames, LIVE_PACKET_COUNT,
     )
 }

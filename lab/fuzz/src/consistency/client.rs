@@ -26,7 +26,7 @@ const MAX_TRANSMISSIONS: u32 = 25;
 /// Mean number of packets per fault. A fault is a lost answer, or a packet that reaches another load balancer than the
 /// other packets of its connection.
 const PACKETS_PER_FAULT: usize = 50;
-/// Average number of connections among which one has no TCP timestamps.
+/// Average number of connections per connection without TCP timestamps.
 const CONNECTIONS_PER_UNTIMESTAMPED_CONNECTION: usize = 30;
 
 /// Phase of a connection at its client.
@@ -397,8 +397,8 @@ impl ConsistencyCheck {
         self.chain_to_previous_server(connection_index, server_index, frame)
     }
 
-    /// Forwards a packet without a cookie from a server that does not know its connection to the bucket's previous
-    /// server. The load balancer has written that server's id into the packet.
+    /// Forwards a packet without a cookie to the bucket's previous server, because this server does not know the
+    /// connection. The load balancer has written the previous server's id into the packet.
     fn chain_to_previous_server(
         &mut self,
         connection_index: u32,

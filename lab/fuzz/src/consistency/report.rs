@@ -25,8 +25,8 @@ pub struct ConsistencyCheckReport {
     pub packets_accepted_by_other_server: u64,
     /// Number of retransmitted SYNs that reached another server than the first SYN.
     pub syns_to_other_server: u64,
-    /// Number of resets without timestamps that had no effect, because they reached a server without their connection.
-    /// The flow table still had an earlier connection of the same client port.
+    /// Number of resets without timestamps that reached a server without their connection, and so had no effect. The
+    /// flow table still had an earlier connection of the same client address and port.
     pub misdelivered_resets: u64,
     pub connections_without_timestamps: u64,
     /// Number of packets that a bucket's server forwarded to the bucket's previous server.

@@ -80,7 +80,7 @@ pub trait RequestTransport {
     /// sent is counted as an error and stays unanswered.
     fn send(&mut self, parameters: &RequestParameters, id: u32, deadline_ns: u64);
 
-    /// Waits for responses until the time `until_ns` of [`crate::event_loop::now_ns`], and adds them to `answers`.
+    /// Waits for responses until `until_ns` on the clock [`crate::event_loop::now_ns`], and adds them to `answers`.
     /// Fails when the wait fails, or the transport fails permanently.
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<TransportAnswer>) -> io::Result<()>;
 

@@ -30,7 +30,7 @@ pub enum SweepAxis {
     ThresholdPct,
     TagBits,
     IndexBits,
-    /// Speed at which a trace is replayed, or its offered load, as a percentage of the recorded one.
+    /// Speed at which a trace is replayed, and thus its offered load, as a percentage of the recorded speed.
     SpeedPct,
     /// Maximum number of candidate cores that a rack controller reports for each bucket.
     RackCandidates,

@@ -38,7 +38,7 @@ pub struct QuantityRatio {
     pub take: Option<ValueReduction>,
 }
 
-/// Values from the figure's table. Unless restricted by the fields, they come from all points of all panels.
+/// Values from the figure's table. They come from all points of all panels, except as the fields below restrict them.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FigureQuantity {
@@ -90,8 +90,8 @@ pub struct AscendingSeriesClaim {
 pub struct ClaimVerdict {
     pub statement: String,
     pub holds: bool,
-    /// Minimum and maximum of the checked values (medians over the seeds). Absent if there is no such value, for
-    /// instance because a curve never reaches the given height. The claim then does not hold.
+    /// Minimum and maximum of the checked values (medians over the seeds). Absent if there is nothing to check, for
+    /// instance because a curve never reaches the height in `reaches`. The claim then does not hold.
     pub measured: Option<(f64, f64)>,
     /// Minimum and maximum of the checked values, computed for each seed instead of from medians over the seeds.
     pub seeds: Option<(f64, f64)>,

@@ -21,7 +21,7 @@ pub struct RunPlan {
 pub struct PlotPoint {
     pub panel_index: usize,
     pub series_index: usize,
-    /// Value of x as shown on the horizontal axis, or 0 if the panel has no such axis.
+    /// Value of x as shown on the horizontal axis, or 0 if the axis shows the time or the panel has none.
     pub x: f64,
     /// Seed from which the value is computed, counted from 1.
     pub seed: u64,
@@ -80,8 +80,8 @@ impl FigureScenario {
         seed: u64,
     ) -> Result<Option<(SimulationJob, OutcomeValueQuery)>, ScenarioParameterError> {
         let metric = *panel.measure.get_ref();
-        /// Combines the scenario's common parameters, the panel's, the series' and the swept one. Later ones in this
-        /// list override earlier ones.
+        /// Combines the parameters of the scenario, panel, series and horizontal axis. Later ones in this list override
+        /// earlier ones.
         macro_rules! parameters {
             ($kind:ident) => {
                 self.$kind.as_ref().map(|common| {

@@ -34,7 +34,7 @@ pub struct LiveFigure {
     /// Function that measures all panels of the scenario, in as many runs as the scenario has seeds. It receives the
     /// scenario without its simulated series.
     pub measure: fn(&FigureScenario, ProgressCallback<'_>) -> anyhow::Result<Vec<LiveFigureSample>>,
-    /// Function that another thread calls at SIGINT and SIGTERM, so that `measure` cleans up and soon fails. If it is
+    /// Function that another thread calls at SIGINT and SIGTERM. It makes `measure` clean up and fail soon. If it is
     /// absent, a signal ends the process at once.
     pub interrupt_measurement: Option<fn()>,
 }

@@ -33,13 +33,13 @@ pub struct FigureScenario {
     pub modelled: String,
     /// Number of seeds, which are numbered from 1. Every point shows the median over them.
     pub seeds: Spanned<u64>,
-    /// Common parameters, if the scenario simulates requests at the cores of one server.
+    /// Parameters of all series, if the scenario simulates requests at the cores of one server.
     pub rpc: Option<RpcParameters>,
-    /// Common parameters, if the scenario replays a trace's packets at servers and cores.
+    /// Parameters of all series, if the scenario replays a trace's packets at servers and cores.
     pub lb: Option<LbParameters>,
-    /// Common parameters, if the scenario simulates connections while the server pool changes.
+    /// Parameters of all series, if the scenario simulates connections while the server pool changes.
     pub pcc: Option<PccParameters>,
-    /// Common parameters, if the scenario simulates connections and their requests at cores.
+    /// Parameters of all series, if the scenario simulates connections and their requests at cores.
     pub path: Option<PathParameters>,
     /// Parameters of a live figure ([`super::live`]), whose series are measured unless they are marked as simulated.
     pub live: Option<LiveFigureParameters>,
@@ -86,7 +86,7 @@ pub struct FigureSeries {
     /// series, but with open markers and dashed lines.
     #[serde(default)]
     pub simulated: bool,
-    /// Parameters of this series that override the scenario's and the panel's (`rpc`, `lb`, `pcc` or `path`).
+    /// Parameters of this series that override the scenario's and the panel's, as do `lb`, `pcc` and `path`.
     pub rpc: Option<RpcParameters>,
     pub lb: Option<LbParameters>,
     pub pcc: Option<PccParameters>,
@@ -111,7 +111,7 @@ pub struct FigurePanel {
     /// Labelled horizontal lines, for instance at a service level objective.
     #[serde(default)]
     pub mark: Vec<ReferenceLine>,
-    /// Parameters of this panel that override the scenario's (`rpc`, `lb`, `pcc` or `path`).
+    /// Parameters of this panel that override the scenario's, as do `lb`, `pcc` and `path`.
     pub rpc: Option<RpcParameters>,
     pub lb: Option<LbParameters>,
     pub pcc: Option<PccParameters>,
@@ -235,8 +235,8 @@ impl FigureScenario {
         Self { series, panel, live: None, published: Vec::new(), claim: Vec::new(), ..self.clone() }
     }
 
-    /// Returns the index of the series whose colour and shape the series at `index` uses, and whether it is drawn with
-    /// open markers. A simulated series uses the colour and shape of the measured series before it.
+    /// Returns the index of the series whose colour and shape series `index` uses, and whether series `index` has open
+    /// markers. A simulated series uses the colour and shape of the measured series before it.
     pub fn series_style(&self, index: usize) -> (usize, bool) {
         let is_open = self.series[index].simulated;
         let measured_series_index =

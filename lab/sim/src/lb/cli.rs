@@ -28,7 +28,7 @@ pub struct LbArgs {
     /// Interval between two reports (ms)
     #[arg(long, default_value_t = 100)]
     report_ms: u32,
-    /// Weight of the newest report in a smoothed load
+    /// Weight of the newest report in the moving average of a core's load, above 0 and at most 1
     #[arg(long, default_value = "0.5", value_parser = parse_smoothing_weight)]
     alpha: SmoothingWeight,
     /// Policies, separated by commas; `oracle` knows the true rates of all flows
@@ -46,10 +46,10 @@ pub struct LbArgs {
     /// Packets per second that a core serves; 128 packets may wait, others are dropped [default: unlimited]
     #[arg(long, value_name = "PPS")]
     core_capacity: Option<f64>,
-    /// Distribution of cores over the servers' indirection tables; the paper uses `independent`
+    /// Distribution of cores over the servers' indirection tables; CrossRSS's paper uses `independent`
     #[arg(long, value_enum, default_value_t = IndirectionTableAssignment::Balanced)]
     indirection_tables: IndirectionTableAssignment,
-    /// Length of the windows in which variance is measured (ms)
+    /// Length of the windows for the variances between servers and between cores (ms)
     #[arg(long, default_value_t = 1_000)]
     window_ms: u32,
     /// Speed of the replay as a multiple of the recorded speed
@@ -58,7 +58,7 @@ pub struct LbArgs {
     /// Number of rack controllers, each with an equal share of the servers [default: none]
     #[arg(long, value_name = "N")]
     racks: Option<u16>,
-    /// Maximum number of candidate cores that a rack sends per bucket; with 8, tables are the same as without racks
+    /// Maximum number of candidate cores that a rack sends per bucket (1 to 8); 8 gives the same tables as no racks
     #[arg(long, value_name = "K", default_value_t = LbSimulationConfig::default().rack_candidates)]
     rack_candidates: u8,
     /// Delay from the reports until the load balancer uses the table made from them (ms)

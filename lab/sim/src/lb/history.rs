@@ -2,9 +2,9 @@
 
 use super::cores::CoreCapacity;
 
-/// Work of every core during the trace's history, which is the time before its first packet. The flow rates are
-/// constant between two events. A core's packet count is therefore a linear function of time, stored as slope and
-/// offset.
+/// Packets and busy time of each core during the trace's history, which is the time before its first packet. Flow rates
+/// only change when a flow starts or ends. Between these events, a core's packet count is a linear function of time,
+/// stored as slope and offset.
 #[derive(Debug)]
 pub struct TraceHistoryLoad {
     packet_cost_ns: f64,
@@ -16,9 +16,9 @@ pub struct TraceHistoryLoad {
     packets_at_time_zero: Vec<f64>,
     /// Packet rate of each flow (packets per ns).
     flow_packets_per_ns: Vec<f64>,
-    /// Time of the last call of [`Self::core_busy_ns`] (ns). The next two fields are each core's packet count and busy
-    /// time (ns) at that call.
+    /// Time of the last call of [`Self::core_busy_ns`] (ns).
     last_read_ns: u64,
+    /// Packet count of each core at the last call of [`Self::core_busy_ns`].
     last_read_packets: Vec<f64>,
     core_busy_ns: Vec<f64>,
 }

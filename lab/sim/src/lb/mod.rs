@@ -49,7 +49,7 @@ pub struct LbSimulationConfig {
     pub bucket_count: BucketCount,
     /// Interval between two reports, and between two placement tables (ms), from 1 to 10,000.
     pub report_interval_ms: u32,
-    /// Weight of the newest report in a core's smoothed load.
+    /// Weight of the newest report in the moving average of a core's load, above 0 and at most 1.
     pub smoothing_weight: SmoothingWeight,
     /// Names of the policies to compare, from [`coreward_model::policy`] or [`ORACLE_POLICY_NAME`].
     pub policies: Vec<String>,
@@ -64,15 +64,16 @@ pub struct LbSimulationConfig {
     pub core_capacity_pps: Option<f64>,
     /// Method by which the entries of each server's indirection table are assigned to its cores.
     pub indirection_table_draw: IndirectionTableDraw,
-    /// Duration of the windows in which variance is measured (ms), from 1 to 3,600,000. The paper's windows last 1 s.
+    /// Duration of the windows for the variances between servers and between cores (ms), from 1 to 3,600,000.
+    /// CrossRSS's windows last 1 s.
     pub window_ms: u32,
     /// Speed of the replay relative to the recording, above 0. With 1.1 the replay is 10 % faster.
     pub replay_speed: f64,
     /// Number of rack controllers, at most the number of servers. Each has an equal share (+-1) of the servers. If
     /// `None`, agents report directly to the controller.
     pub rack_controller_count: Option<u16>,
-    /// Maximum number of candidate cores that a rack reports per bucket, from 1 to 8. With 8, tables are the same as
-    /// without racks.
+    /// Maximum number of candidate cores that a rack reports per bucket, from 1 to 8. A table has at most 8 per bucket,
+    /// so 8 gives the same tables as no racks.
     pub rack_candidates: u8,
     /// Delay from the reports until the load balancer uses the table computed from them (ms), below
     /// `report_interval_ms`.
@@ -171,7 +172,7 @@ impl LbSimulationConfig {
     }
 }
 
-/// Fails unless `is_in_range` is true. `expected` describes the range of the option `name`.
+/// Fails unless `is_in_range` is true. The error message shows `name`, `value` and the `expected` range.
 fn require_in_range(
     is_in_range: bool,
     name: &'static str,
@@ -184,7 +185,7 @@ fn require_in_range(
     Err(OutOfRange { name, value: value.to_string(), expected: expected.to_owned() })
 }
 
-/// Fails unless `value` is in `range`. In the error, `suffix` follows the upper limit.
+/// Fails unless `value` is in `range`. The error message shows the range, followed by `suffix`.
 fn require_within<T: PartialOrd + fmt::Display>(
     name: &'static str,
     value: T,

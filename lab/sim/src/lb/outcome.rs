@@ -9,9 +9,9 @@ use crate::trace::PacketSkipCounts;
 /// Results of one policy with one seed, as means over all complete windows except the first.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct LbSeedResult {
-    /// Variance of the servers' received packets relative to their mean (%).
+    /// Variance, over all servers, of a server's received packets divided by the mean (%).
     pub server_variance_pct: f64,
-    /// Variance of the cores' served packets relative to their mean (%).
+    /// Variance, over all cores, of a core's served packets divided by the mean (%).
     pub core_variance_pct: f64,
     /// Number of packets that the busiest core served, divided by the mean of all cores.
     pub max_over_mean: f64,
@@ -19,7 +19,7 @@ pub struct LbSeedResult {
     pub dropped_pct: f64,
     /// Number of packets that all cores together served per second.
     pub throughput_pps: f64,
-    /// Number of bits that all cores together served per second, in 10^9. It is 0 if the trace has no packet sizes.
+    /// Throughput of all cores together (Gbit/s), or 0 if the trace has no packet sizes.
     pub throughput_gbps: f64,
 }
 

@@ -107,8 +107,8 @@ fn convert_to_replay_time(batch: &mut PacketBatch, speed: f64) {
     }
 }
 
-/// Returns the capacity of a core. Its queue is unlimited for the requests of an arrival log, but full queues drop
-/// packets.
+/// Returns the capacity of a core. Requests of an arrival log may queue without limit. Packets of other traces are
+/// dropped when the queue is full.
 fn derive_core_capacity(config: &LbSimulationConfig, trace: &dyn Trace) -> CoreCapacity {
     match (config.core_capacity_pps, trace.core_service_rate()) {
         (Some(packets_per_s), None) => {

@@ -85,9 +85,9 @@ pub struct LbSimulation {
     table_delay_ns: u64,
     pending_table: Option<(u64, PlacementTable)>,
     window_end_ns: u64,
-    /// Counters at the end of the newest window. The next field has the counters at the end of the first window, which
-    /// is not measured.
+    /// Counters at the end of the newest window.
     last_window_counters: CoreCounterSnapshot,
+    /// Counters at the end of the first window, which is not measured, or `None` during this window.
     first_window_counters: Option<CoreCounterSnapshot>,
     window_results: MeasuredWindowResults,
 }

@@ -27,8 +27,7 @@ pub struct PathArgs {
     /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR
     #[arg(long, default_value = "exp")]
     service: ServiceTimeDistribution,
-    /// Length of the unit of service time (us): the service time of the shortest class (fixed, exp, lognormal: the
-    /// mean)
+    /// Unit of service time (us): the service time of the shortest class, or the mean for fixed, exp and lognormal
     #[arg(long, default_value_t = 100.0)]
     unit_us: f64,
     /// Latency between NIC and cores, one way, in units of service time
@@ -43,7 +42,7 @@ pub struct PathArgs {
     /// Mean time between two requests of a connection, in units of service time
     #[arg(long, default_value_t = 50.0)]
     request_gap: f64,
-    /// Spread of the connections' rates: sigma of the lognormal distribution of their mean gaps
+    /// Spread of the request rates over the connections: sigma of their lognormally distributed mean gaps
     #[arg(long, default_value_t = 1.0)]
     rate_sigma: f64,
     /// Number of buckets of the placement table, and of entries of the servers' indirection tables
@@ -52,21 +51,21 @@ pub struct PathArgs {
     /// Interval between two reports (ms)
     #[arg(long, default_value_t = 100.0)]
     report_ms: f64,
-    /// Weight of the newest report in a smoothed load
+    /// Weight of the newest report in the moving average of a core's load, above 0 and at most 1
     #[arg(long, default_value = "0.5", value_parser = parse_smoothing_weight)]
     alpha: SmoothingWeight,
     /// Time at which agents read their core loads: `aligned` (all when the table is made) or `random` (each at its own
     /// time)
     #[arg(long, value_enum, default_value_t = ReportPhase::Aligned)]
     report_phase: ReportPhase,
-    /// Length of the windows in which variance is measured (ms)
+    /// Length of the windows for the variances between servers and between cores (ms)
     #[arg(long, default_value_t = 1_000.0)]
     window_ms: f64,
     /// Time during which connections arrive (s); the warm-up is the first tenth, or two mean connection lifetimes if
     /// longer
     #[arg(long, default_value_t = 20.0)]
     seconds: f64,
-    /// Number of seeds: 1 to SEEDS
+    /// Number of seeds; runs use the seeds 1 to SEEDS
     #[arg(long, default_value_t = 5)]
     seeds: u64,
     /// Format of the output

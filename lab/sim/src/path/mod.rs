@@ -46,13 +46,13 @@ pub struct PathSimulationConfig {
     /// Duration of the unit of service time (us), from 0.001 to 1,000,000,000. It relates requests to the report
     /// interval.
     pub unit_us: f64,
-    /// One-way latency between NIC and cores.
+    /// One-way latency between NIC and cores, in units of service time.
     pub interface_latency: f64,
     /// Offered load as a fraction of the total capacity of all cores, below 1.
     pub offered_load: f64,
     /// Mean number of requests per connection (geometric), from 1 to 1,000,000,000. With 1, each has exactly one.
     pub requests_per_connection: f64,
-    /// Mean time between two successive requests of a connection (exponential).
+    /// Mean time between two successive requests of a connection (exponential), in units of service time.
     pub request_gap: f64,
     /// Spread of the mean gaps between requests over the connections: sigma (0 to 3) of their lognormal distribution.
     pub rate_sigma: f64,
@@ -62,16 +62,16 @@ pub struct PathSimulationConfig {
     pub indirection_table_draw: IndirectionTableDraw,
     /// Interval between two reports, and between two placement tables (ms), from 0.001 to 10,000.
     pub report_interval_ms: f64,
-    /// Weight of the newest report in a core's smoothed load.
+    /// Weight of the newest report in the moving average of a core's load, above 0 and at most 1.
     pub smoothing_weight: SmoothingWeight,
     pub report_phase: ReportPhase,
-    /// Duration of the windows in which variance is measured (ms), from 0.001 to 3,600,000.
+    /// Duration of the windows for the variances between servers and between cores (ms), from 0.001 to 3,600,000.
     pub window_ms: f64,
     /// Time during which connections arrive (s). The warm-up is its first tenth, or two mean connection lifetimes if
     /// longer.
     pub arrival_seconds: f64,
-    /// Seeds of the runs. Each draws the traffic, server ids, indirection tables and keys. All combinations of policies
-    /// get the same traffic.
+    /// Seeds of the runs. Each determines the traffic, server ids, indirection tables and keys. All combinations of
+    /// policies get the same traffic.
     pub seeds: Vec<u64>,
 }
 

@@ -12,9 +12,9 @@ pub struct PathSeedResult {
     /// Latency of all requests after the warm-up, in units of service time. It is measured from the arrival at the
     /// server's NIC to the response's departure.
     pub latency: LatencySummary,
-    /// Variance of the servers' busy times relative to their mean, averaged over all windows (%).
+    /// Variance, over all servers, of a server's busy time divided by the mean (%), averaged over all windows.
     pub server_variance_pct: f64,
-    /// Variance of the cores' busy times relative to their mean, averaged over all windows (%).
+    /// Variance, over all cores, of a core's busy time divided by the mean (%), averaged over all windows.
     pub core_variance_pct: f64,
     pub request_count: u64,
 }

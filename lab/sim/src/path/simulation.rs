@@ -24,7 +24,7 @@ const RNG_STREAM_SERVICES: u64 = 0x7061_7412;
 const RNG_STREAM_HASHES: u64 = 0x7061_7413;
 const RNG_STREAM_REPORT_PHASES: u64 = 0x7061_7414;
 
-/// Simulated fleet, whose servers receive the simulated traffic.
+/// Simulation of clients' traffic, a load balancer and a fleet of servers.
 pub struct PathSimulation<'a> {
     config: &'a PathSimulationConfig,
     dispatch_policy: &'a CoreSelectionPolicy,
@@ -309,8 +309,8 @@ impl<'a> PathSimulation<'a> {
         next_reading.expect("at least one server").0
     }
 
-    /// Reads the busy times of a server's cores, as its agent does. Stores their mean for each core if connections have
-    /// one request each, and the server's policy does not follow RSS.
+    /// Reads the busy times of a server's cores, as its agent does. If connections have one request each and the policy
+    /// does not follow RSS, stores the mean as each core's busy time.
     fn read_core_busy_times(&mut self, server_index: usize, now: Tick) {
         let server = &mut self.servers[server_index];
         server.advance(now, &mut self.response_tracker);

@@ -18,10 +18,10 @@ pub struct PlacedConnection {
 pub trait LoadBalancerSet {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection;
 
-    /// Adds a newly opened connection to the count of its server.
+    /// Adds a newly opened connection to the count of its server. Does nothing by default.
     fn on_connection_opened(&mut self, _connection: &OpenConnection, _cluster: &Cluster) {}
 
-    /// Subtracts a closed connection from the count of its server.
+    /// Subtracts a closed connection from the count of its server. Does nothing by default.
     fn on_connection_closed(&mut self, _connection: &OpenConnection, _cluster: &Cluster) {}
 
     /// Updates the tables after the server pool has changed. This function is also called before the first connection.
@@ -34,11 +34,11 @@ pub trait LoadBalancerSet {
         false
     }
 
-    /// Processes the reports of all servers and computes new tables from them.
+    /// Processes the reports of all servers and computes new tables from them. Does nothing by default.
     fn process_reports(&mut self, _cluster: &Cluster) {}
 
     /// Returns the time at which the connection's packets first went to another server than its own, or `None` if they
-    /// never did. Without [`super::PccSimulationConfig::records_per_second_counts`], no history is stored, and the
-    /// current time represents the unknown break time.
+    /// never did. Without [`super::PccSimulationConfig::records_per_second_counts`], that time is not stored, and the
+    /// current time is returned instead.
     fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

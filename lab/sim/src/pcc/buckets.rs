@@ -4,11 +4,11 @@
 use super::clock::Nanoseconds;
 use super::connections::OpenConnection;
 
-/// Server that a bucket's packets can reach.
+/// Server that a bucket's packets reach, directly or by daisy chaining.
 #[derive(Debug, Clone, Copy)]
 struct BucketServer {
     server: u16,
-    /// Number of the table change by which the server became reachable. Older connections started on another server.
+    /// Number of the table change that made the server reachable. Connections from before it started on another server.
     reachable_since_change: u32,
 }
 

@@ -15,14 +15,14 @@ use super::cluster::{Cluster, MAX_LOAD_BALANCERS, server_id};
 use super::connections::OpenConnection;
 use super::{LoadInfo, PccSimulationConfig};
 
-/// Random stream of [`seeded_rng`] for the fleet's RSS key. The next constant is the stream for its cookie keys.
+/// Random stream of [`seeded_rng`] for the fleet's RSS key.
 const RNG_STREAM_RSS_KEY: u64 = 202;
 const RNG_STREAM_COOKIE_KEYS: u64 = 203;
 
 /// Number of entries in each server's indirection table.
 const INDIRECTION_ENTRY_COUNT: usize = 128;
 
-/// Mean core load that policies receive. The value is arbitrary, because policies only use ratios of loads.
+/// Mean of the core loads (0 to 1) given to policies. It is arbitrary, because policies only use ratios of loads.
 const MEAN_CORE_LOAD: f64 = 0.5;
 
 /// Load balancers that place connections by a policy and put the server's id into a cookie, as in Cheetah.
@@ -31,7 +31,7 @@ pub struct CheetahBalancers {
     load_info: LoadInfo,
     bucket_count: BucketCount,
     table: PlacementTable,
-    /// State of each load balancer, with its round-robin position and its counts of assigned connections.
+    /// Table state of each load balancer: its round-robin position and its counts of assigned connections.
     placement_states: Vec<PlacementTableState>,
     table_generation: u64,
     cookie_keys: FleetCookieKeys,
@@ -40,8 +40,8 @@ pub struct CheetahBalancers {
     cores_per_server: u16,
     /// Number of open connections of each core, ordered by server and then by core.
     core_connection_counts: Vec<u32>,
-    /// Position of each server among the table's members. If members are cores, it is the position of the server's
-    /// first core.
+    /// Position of each server among the table's core slots (`least`) or members (`pow2`), or `usize::MAX` if it has
+    /// none.
     table_positions: Vec<usize>,
 }
 
@@ -140,7 +140,7 @@ impl CheetahBalancers {
         }
     }
 
-    /// Copies each server's current number of open connections to where the table's placement rule reads it.
+    /// Copies all servers' current open connection counts into the table (`pow2`) or its state (`least`).
     fn copy_connection_counts(&mut self, cluster: &Cluster) {
         self.table_positions.fill(usize::MAX);
         if self.uses_current_counts() {
@@ -157,7 +157,7 @@ impl CheetahBalancers {
         }
     }
 
-    /// Copies a server's current number of open connections to where the table's placement rule reads it.
+    /// Copies a server's current open connection count into the table (`pow2`) or its state (`least`).
     fn update_connection_count(&mut self, server: u16, cluster: &Cluster) {
         let position = self.table_positions[usize::from(server)];
         if position == usize::MAX {
@@ -198,7 +198,7 @@ impl CheetahBalancers {
     }
 }
 
-/// Name of the only policy whose implementation differs when load balancers know the current connection counts.
+/// Name of the only policy that works differently with current connection counts: it then compares all servers.
 const LEAST_POLICY_NAME: &str = "least";
 
 fn single_bucket_count() -> BucketCount {
@@ -258,7 +258,8 @@ impl LoadBalancerSet for CheetahBalancers {
         self.replace_table(cluster);
     }
 
-    /// Compares the connection's server with the one in its cookie, which all load balancers decode in the same way.
+    /// Returns the current time if the connection's cookie contains a different server, or `None` if it contains the
+    /// connection's own. All load balancers decode the cookie in the same way.
     fn first_break_time(&self, connection: &OpenConnection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.decoded_cookie(connection) != Cookie::Server(server_id(connection.server))).then_some(cluster.now)
     }

@@ -33,10 +33,10 @@ pub struct PccArgs {
     /// Load balancers added or removed per minute
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     lb_updates_per_minute: f64,
-    /// Number of seeds: 1 to SEEDS, each with one run of every method
+    /// Number of seeds; every method runs once with each seed from 1 to SEEDS
     #[arg(long, default_value_t = 3)]
     seeds: u64,
-    /// How recent the load information is that policies use
+    /// Age of the load information that policies use
     #[arg(long, value_enum, default_value_t = LoadInfo::Current)]
     load_info: LoadInfo,
     /// Interval of the servers' reports (ms)

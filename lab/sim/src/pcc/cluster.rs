@@ -83,8 +83,8 @@ impl Cluster {
         &self.load_balancers
     }
 
-    /// Returns the load balancer that an equal-cost multi-path router selects for a connection: its hash modulo their
-    /// number. Of the methods in RFC 2992, this moves the most connections when the number changes.
+    /// Returns the load balancer that an equal-cost multi-path router selects for a connection, by hash modulo the
+    /// number of load balancers. Of the methods in RFC 2992, modulo moves the most connections when the number changes.
     pub fn select_load_balancer(&self, identity: u64) -> u8 {
         self.load_balancers[(identity >> 32) as usize % self.load_balancers.len()]
     }

@@ -98,7 +98,8 @@ impl StatefulHashing {
         Self { fallback_hashing: StatelessHashing::new(layout, config), load_balancer_mask: 0 }
     }
 
-    /// Returns the server to which a load balancer without an entry for the connection sends its packets.
+    /// Returns the server to which a load balancer sends the connection's packets if it has no entry for the
+    /// connection.
     #[cfg(test)]
     pub fn server_for_connection(&self, identity: u64) -> u16 {
         self.fallback_hashing.server_for_connection(identity)

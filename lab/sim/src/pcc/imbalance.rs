@@ -12,8 +12,8 @@ pub struct ImbalanceTracker {
     connection_count: u64,
     max_connections: usize,
     updated_at: Nanoseconds,
-    /// Integral of the imbalance (max/mean) over the time with at least one connection (ns). The next field is that
-    /// time.
+    /// Integral of the imbalance (max/mean) over `time_with_connections_ns`, the time with at least one connection
+    /// (ns).
     imbalance_integral: f64,
     time_with_connections_ns: f64,
 }

@@ -81,16 +81,16 @@ pub struct RpcArgs {
 pub struct PeakLoadArgs {
     #[command(flatten)]
     server: SimulatedServerArgs,
-    /// Limit of the 99th percentile, as a multiple of the service time
+    /// Limit of the 99th percentile of latency (SLO), as a multiple of the service time
     #[arg(long, default_value_t = 30.0)]
     slo: f64,
-    /// Requests whose 99th percentile is limited
+    /// Requests whose 99th percentile of latency is limited
     #[arg(long, value_enum, default_value_t)]
     measure: SloMetric,
     /// Service time of which the SLO is a multiple
     #[arg(long, value_enum, default_value_t)]
     slo_unit: SloUnit,
-    /// Number of seeds: 1 to SEEDS, each with one search
+    /// Number of seeds; each seed from 1 to SEEDS has its own search
     #[arg(long, default_value_t = 5)]
     seeds: u64,
     /// Number of bisection steps: the load is exact to 2^-STEPS

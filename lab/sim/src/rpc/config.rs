@@ -14,7 +14,7 @@ pub struct RpcSimulationConfig {
     /// Number of cores of the server, at least 1.
     pub cores: u16,
     pub service: ServiceTimeDistribution,
-    /// One-way latency between NIC and cores.
+    /// One-way latency between NIC and cores, in units of service time.
     pub interface_latency: f64,
     /// Offered load as a fraction of the cores' total capacity.
     pub offered_load: f64,
@@ -99,7 +99,7 @@ pub enum Error {
     InvalidSlo(f64),
     #[error("no seeds: expected at least one")]
     NoSeeds,
-    /// The number of bisection steps is 0, or more than a run's precision justifies.
+    /// The number of bisection steps is not from 1 to 30.
     #[error("{0} steps of bisection: expected 1 to 30")]
     InvalidStepCount(u32),
 }

@@ -86,7 +86,7 @@ impl ClassPriorities {
 
 impl Default for JbsrqOptions {
     /// Returns the settings in Sect. 7.1 of RingLeader, with lambda 0.2 and depth 4. The quantum and the load monitor's
-    /// interval are 5 us there, which is 5/3 of the mean service time of Exp(3).
+    /// interval are 5 us, which is 5/3 of RingLeader's mean service time of 3 us (Exp(3)).
     fn default() -> Self {
         Self {
             lambda: Lambda::PAPER_VALUE,

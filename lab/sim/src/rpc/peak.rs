@@ -15,14 +15,14 @@ use crate::par_map_ordered;
 pub struct PeakLoadSearchConfig {
     /// Configuration of the simulated server. The search ignores its load and seed.
     pub config: RpcSimulationConfig,
-    /// Upper bound of the 99th percentile (service level objective), in multiples of
+    /// Upper bound of the 99th percentile of latency (service level objective), in multiples of
     /// [`PeakLoadSearchConfig::slo_unit`].
     pub slo_multiple: f64,
     /// Seeds of the searches. Each seed has its own search.
     pub seeds: RangeInclusive<u64>,
     /// Number of bisection steps, from 1 to 30, after which the load is exact to 2^-steps.
     pub bisection_steps: u32,
-    /// Requests whose 99th percentile the SLO bounds.
+    /// Requests whose 99th percentile of latency the SLO bounds.
     pub slo_metric: SloMetric,
     /// Service time of which the SLO is a multiple.
     pub slo_unit: SloUnit,

@@ -74,8 +74,8 @@ pub const CORE_SELECTION_POLICY_SYNTAX: [&str; 13] = [
 ];
 
 /// Default additional time of a stolen request, in units of service time. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 %
-/// of the ideal for requests of 5 us, and within 15 % from 20 us on. A cost of a few microseconds explains this. For
-/// requests that take a few microseconds, half a service time is about as long.
+/// of the ideal for requests of 5 us, and within 15 % from 20 us on. So stealing costs a few microseconds, about half
+/// the service time of requests that take a few microseconds.
 const DEFAULT_STEALING_COST: f64 = 0.5;
 
 impl FromStr for CoreSelectionPolicy {
@@ -99,8 +99,8 @@ impl FromStr for CoreSelectionPolicy {
 }
 
 impl CoreSelectionPolicy {
-    /// Returns the policy `name` with these parameters. An error has the text that follows the policy's syntax in the
-    /// message.
+    /// Returns the policy `name` with these parameters. An error contains the text to append to the policy's syntax in
+    /// the message.
     fn parse_parameters(name: &str, parameters: Option<&str>) -> Result<Self, String> {
         match (name, parameters) {
             ("cfcfs", None) => Ok(Self::CentralFcfs),

@@ -144,8 +144,8 @@ struct TraceCopy {
 }
 
 impl TraceCopy {
-    /// Returns the copy's next packet without consuming it, or `None` at the end of the copy. Its time is that in the
-    /// overlay.
+    /// Returns the copy's next packet without consuming it, with its time in the overlay. Returns `None` at the end of
+    /// the copy.
     fn peek_packet(&mut self) -> Result<Option<TracePacket>, TraceError> {
         if self.next_packet_index == self.batch.packets.len() {
             self.trace.read(&mut self.batch)?;
@@ -159,7 +159,7 @@ impl TraceCopy {
 /// Trace that merges the packets of several traces by time.
 pub struct TraceOverlay {
     copies: Vec<TraceCopy>,
-    /// Time of the next packet in each copy, with the copy's index.
+    /// Time of the next packet in each copy (ns), with the copy's index.
     next_packet_times: BinaryHeap<Reverse<(u64, usize)>>,
     is_started: bool,
 }

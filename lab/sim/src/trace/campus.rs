@@ -99,7 +99,8 @@ pub struct CampusTrafficSettings {
     pub flows_per_s: f64,
     /// Duration of the trace after its history (s), from 1 to 3,600.
     pub duration_s: u64,
-    /// Duration of the history (s), from 0 to 300. During it, the load balancer runs before the first packet.
+    /// Duration of the history before the first packet (s), from 0 to 300. The load balancer already places flows in
+    /// it.
     pub history_s: u64,
 }
 
@@ -171,7 +172,7 @@ pub struct CampusTrace {
     slice_start_ns: u64,
     end_ns: u64,
     active_flows: Vec<ActiveFlow>,
-    /// Numbers of ended flows, which can be reused. The next field is the first number that was never used.
+    /// Numbers of ended flows, which new flows can reuse.
     free_flow_numbers: Vec<u32>,
     next_flow_number: u32,
 }
@@ -284,7 +285,7 @@ impl Trace for CampusTrace {
     }
 }
 
-/// Sorts the packets of a batch by time, and appends the first packets of its flows in the same order.
+/// Sorts the packets of a batch by time and flow number, and appends `first_packets` to the batch in this order.
 pub(super) fn sort_batch(batch: &mut PacketBatch, mut first_packets: Vec<KeyedFirstPacket>) {
     // If a flow begins and ends in the same nanosecond, its begin comes first.
     batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow_number, packet.event.closes_flow()));

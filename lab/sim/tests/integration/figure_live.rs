@@ -90,7 +90,7 @@ fn live_samples_give_table_verdict_and_page() {
 
 const LIVE_AND_SIMULATED_TOML: &str = include_str!("compared-live.toml");
 
-/// Live figure whose samples are 0, except in run 1, where they are the scenario's duration.
+/// Live figure whose samples are the scenario's duration (s) in run 1, and 0 in all other runs.
 const FIGURE_WITH_SIMULATED_SERIES: LiveFigure = LiveFigure {
     embedded_scenario: EmbeddedScenario { name: "compared-live", toml_text: LIVE_AND_SIMULATED_TOML },
     measure: |scenario, _| {

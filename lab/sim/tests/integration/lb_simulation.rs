@@ -90,7 +90,7 @@ fn balanced_cores_serve_more_packets_near_saturation() {
     }
 }
 
-/// Compares this simulation of an arrival log with the replay that the demo uses (`model`). Both simulate the same
+/// Compares the simulation of arrival logs with `replay_for_variances`, which the demo uses. Both simulate the same
 /// fleet but count in different ways.
 #[test]
 fn simulation_of_arrival_logs_agrees_with_their_replay() {
@@ -178,8 +178,8 @@ fn faster_replay_offers_a_higher_packet_rate() {
     assert!((1.8..2.2).contains(&ratio), "{ratio}");
 }
 
-/// Checks two policies with racks. The paper's policy needs one candidate from each rack for a bucket, and
-/// crossrss-plus needs all eight.
+/// Checks two policies with racks. For each bucket, crossrss needs one candidate from each rack, and crossrss-plus
+/// needs all eight.
 #[test]
 fn racks_with_enough_candidates_do_not_change_tables() {
     let config_without_racks = LbSimulationConfig {

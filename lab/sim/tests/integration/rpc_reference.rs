@@ -40,7 +40,7 @@ fn simulate_departures(
 }
 
 /// Function by which the reference simulator chooses a core. Its input is each core's number of outstanding requests
-/// and outstanding work.
+/// and outstanding work (ticks).
 type CoreChooser = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
 #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]

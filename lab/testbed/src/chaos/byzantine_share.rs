@@ -21,7 +21,7 @@ const FINAL_MEASUREMENT_SECONDS: usize = 10;
 /// controller counts four times a second, and load balancers report ten times a second.
 const MAX_COUNT_DELAY_SECONDS: f64 = 0.35;
 const CONNECTION_INTERVAL: Duration = Duration::from_millis(8);
-/// Number of standard deviations by which a random share may exceed the limit before the test fails.
+/// Number of standard deviations by which a server's share may exceed the limit by chance before the test fails.
 const MAX_STANDARD_DEVIATIONS: f64 = 5.0;
 
 /// Shares of new connections that a server got while an impostor reported idle cores for it.

@@ -18,7 +18,7 @@ use super::document::DocumentGenerator;
 use super::drains::ExpectedServerDrains;
 use crate::topology::Testbed;
 
-/// Number of valid configuration changes per invalid change, which the controller must reject.
+/// Number of valid configuration changes per invalid change. The controller must reject the invalid ones.
 const CHANGES_PER_INVALID_CHANGE: u64 = 10;
 /// Number of configuration changes per request to rotate the cookie keys.
 const CHANGES_PER_KEY_ROTATION: u64 = 50;

@@ -53,8 +53,8 @@ impl ExpectedServerDrains {
         }
     }
 
-    /// Returns descriptions of all differences between the controller's status and the expected drains. A state that
-    /// has been uncertain for long enough is replaced by that in the status.
+    /// Returns descriptions of all differences between the controller's status and the expected drains. After
+    /// `MAX_COMMAND_DELAY`, an uncertain state is replaced by the state in `status`.
     pub fn compare_with_status(&mut self, status: &Value) -> Vec<String> {
         let mut violations = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {

@@ -106,7 +106,7 @@ impl<'a> InvariantChecker<'a> {
 
     /// Describes the first load balancer without a new table since `recovery_start`, or returns `None` if all have one.
     /// `status` is the controller's status. If no policy depends on loads, the controller makes new tables only after
-    /// changes. A load balancer then only needs the controller's newest tables.
+    /// changes. In that case, a load balancer passes if it has the controller's newest tables.
     pub fn missing_new_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
         let services = as_array_or_empty(&status["services"]);
         let has_load_aware_policy =

@@ -57,7 +57,7 @@ use traffic::{TrafficClients, stream_service_address};
 /// Options of `coreward-lab testbed chaos`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ChaosArgs {
-    /// Duration in which faults begin (s)
+    /// Time during which new faults begin (s)
     #[arg(long, default_value_t = 225, value_parser = clap::value_parser!(u32).range(5..=3_000))]
     pub seconds: u32,
     /// Seed of the faults

@@ -178,8 +178,8 @@ impl DemoResults {
         })?)
     }
 
-    /// Returns the results as text tables with explanations, including the path of `output_directory`, which has the
-    /// picture and the arrival logs.
+    /// Returns the results as text tables with explanations. The text shows the path of the picture in
+    /// `output_directory`.
     pub fn to_text(&self, output_directory: &Path) -> String {
         let mut lines = vec![self.build_live_table().to_string(), String::new()];
         lines.extend(self.method_notes());

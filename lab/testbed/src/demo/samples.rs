@@ -12,15 +12,15 @@ use super::timeline::PoolChangeTimeline;
 /// from the core's start (ns).
 pub type BusyTimeSample = BTreeMap<u16, Vec<u64>>;
 
-/// Variances of the servers' and cores' work in one second of a run. Only servers that are in the pool for the whole
-/// second count.
+/// Variances of the servers' and cores' work in one second of a run (see [`variance_pct`]). Only servers that are in
+/// the pool for the whole second count.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct VarianceWindow {
     /// Number of this second, counted from the start of the run.
     pub second_number: u64,
-    /// Variance of the servers' amounts of work (%), or `None` if no server did any work.
+    /// Variance, over all servers, of a server's work divided by the mean (%), or `None` if no server did any work.
     pub server_variance_pct: Option<f64>,
-    /// Variance of the cores' amounts of work (%), or `None` if no core did any work.
+    /// Variance, over all cores, of a core's work divided by the mean (%), or `None` if no core did any work.
     pub core_variance_pct: Option<f64>,
 }
 
@@ -29,9 +29,9 @@ pub struct VarianceWindow {
 pub struct SeedMeasures {
     pub seed: u64,
     pub windows: Vec<VarianceWindow>,
-    /// Variance of the servers' amounts of work (%), as the mean over the counted windows of one second.
+    /// Mean of [`VarianceWindow::server_variance_pct`] over the counted windows of one second (%).
     pub server_variance_pct: f64,
-    /// Variance of the cores' amounts of work (%), as the mean over the counted windows of one second.
+    /// Mean of [`VarianceWindow::core_variance_pct`] over the counted windows of one second (%).
     pub core_variance_pct: f64,
     pub load_report: LoadReport,
 }
@@ -49,9 +49,9 @@ impl SeedMeasures {
 /// Variances during a run, as means over those windows of one second that are counted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MeanVariances {
-    /// Mean variance of the servers' amounts of work (%).
+    /// Mean of [`VarianceWindow::server_variance_pct`] (%).
     pub server_variance_pct: f64,
-    /// Mean variance of the cores' amounts of work (%).
+    /// Mean of [`VarianceWindow::core_variance_pct`] (%).
     pub core_variance_pct: f64,
 }
 

@@ -27,8 +27,7 @@ pub fn interrupt_measurement() {
     interrupt::request_interruption();
 }
 
-/// Returns a command that runs `program` with real-time priority. The program represents a separate machine, or CPUs
-/// that this machine lacks.
+/// Returns a command that runs `program` with real-time priority, as if it had a separate machine or more CPUs.
 fn build_real_time_command(program: PathBuf) -> Command {
     let mut command = Command::new("chrt");
     command.args(["--fifo", "1"]).arg(program);

@@ -34,13 +34,13 @@ pub struct RunningOrchestrator {
     core_load_file_path: PathBuf,
 }
 
-/// Kind of requests that are sent to the server of a figure.
+/// Work that the requests of a live figure cause at the server.
 #[derive(Debug, Clone, Copy)]
 pub enum FigureRequestKind<'a> {
     /// Requests only occupy a core for their service time.
     ServiceTimeOnly,
-    /// Requests only occupy a core. A second service is a batch, which always has waiting requests of this service time
-    /// (in units).
+    /// Requests only occupy a core for their service time. A second service always has waiting batch requests with this
+    /// service time (in units of service time).
     ServiceTimeWithBatch(f64),
     /// Requests read and write a RocksDB database.
     RocksDb(&'a RequestMix),

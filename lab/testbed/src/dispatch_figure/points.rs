@@ -9,8 +9,7 @@ use coreward_sim::figure::live::LiveFigureSample;
 use coreward_sim::figure::scenario::FigureScenario;
 use coreward_sim::rpc;
 
-/// Returns the runs that the scenario's series need. They are the same as in the simulator. Fails when the scenario's
-/// parameters are invalid.
+/// Returns the runs that the simulator would make for the scenario. Fails when the scenario's parameters are invalid.
 pub fn plan_runs(scenario: &FigureScenario) -> anyhow::Result<RunPlan> {
     scenario.plan_runs().map_err(|failure| anyhow::anyhow!("{}", failure.cause))
 }

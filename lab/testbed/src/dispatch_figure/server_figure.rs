@@ -142,7 +142,7 @@ pub(super) struct ServerFigureEnv {
 }
 
 impl ServerFigureEnv {
-    /// Returns the existing environment if it has the right server and number of workers, and otherwise a new one.
+    /// Returns `current_env` if it fits the policy and the number of cores in `config`, or else starts a new one.
     pub(super) fn reuse_or_start_env<'a>(
         current_env: &'a mut Option<Self>,
         config: &rpc::RpcSimulationConfig,

@@ -118,9 +118,9 @@ pub struct RequestLedger {
 }
 
 impl SoakSegment {
-    /// Computes the results of a segment. `reading_before` is taken at least a second after the previous segment's last
-    /// request, and `reading_after` likewise after this segment's. No request is pending at these times.
-    /// `settled_reading` is earlier than `reading_after`, but also after the last request.
+    /// Computes the results of a segment from three readings of the counters, taken in this order. The first is taken
+    /// before the segment's requests, and the others at least a second after them. No request is pending at the first
+    /// and the last reading.
     pub fn new(
         number: u32,
         reading_before: &CounterReading,

@@ -38,7 +38,7 @@ pub struct FaultCounts {
     /// Number of times that the daemon `coreward dispatch` was killed and started again.
     pub daemon_restarts: u64,
     pub floods: u64,
-    /// Number of requests that no worker answers. Floods consist of such requests.
+    /// Number of requests that no worker answers, including the datagrams of floods.
     pub unanswered_requests: u64,
     /// Number of requests that were answered by a process other than a worker.
     pub answered_by_others: u64,

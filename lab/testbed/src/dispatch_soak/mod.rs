@@ -41,7 +41,7 @@ pub struct DispatchSoakArgs {
     /// Seed of the faults
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Time after the last request until all counters must agree; the first comparison is after 1,000 ms (ms)
+    /// Time after the last request within which all counters must agree (ms); the first comparison is after 1,000 ms
     #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(u32).range(1_000..=60_000))]
     pub settle_ms: u32,
 }

@@ -65,8 +65,7 @@ impl Fleet {
     }
 
     /// Returns the service's name and the generation of its newest table. Fails if the table lacks a server that
-    /// accepts new connections. The first table may be incomplete, because it may precede a server's MAC address or
-    /// report.
+    /// accepts new connections. The first table may lack servers whose MAC address or report was not known yet.
     fn query_complete_table_generation<'a>(
         &self,
         testbed: &Testbed,

@@ -208,7 +208,7 @@ impl KeyValueDatabase for RocksDb {
             tracing::warn!(
                 event = "request-failed",
                 error = format!("{error:#}"),
-                "RocksDB failed: the client gets the status of a missing key"
+                "RocksDB failed: the server answers as if the key were missing"
             );
         };
         match request.request_type {

@@ -33,7 +33,7 @@ pub struct KeyValueServerArgs {
     /// Number of workers, each with its own socket
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: u8,
-    /// Initial number of keys: user0000000000 and on
+    /// Initial number of keys, which are named user0000000000 and so on
     #[arg(long, default_value_t = 10_000)]
     pub keys: u32,
     /// Length of the initial values (bytes)
@@ -65,7 +65,7 @@ pub struct KeyValueServerArgs {
     /// bound
     #[arg(long, value_name = "FILE")]
     pub counter_file: Option<PathBuf>,
-    /// File of one little-endian u64 per worker for an agent: its busy time (ns); created like the counter file
+    /// File of one little-endian u64 per worker, its busy time (ns), for an agent; created when all sockets are bound
     #[arg(long, value_name = "FILE")]
     pub busy_file: Option<PathBuf>,
 }

@@ -13,7 +13,7 @@ use crate::addresses::FIRST_IPV4_VIP;
 use crate::topology::Testbed;
 use crate::{DEFAULT_TIMEOUT, TestbedProcess};
 
-/// Address and port of the DNS service. Every server has it.
+/// Address (the first VIP) and port of the DNS service.
 pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_IPV4_VIP, 53);
 /// DNS query that knotd answers from memory.
 pub const PLAIN_DNS_QUERY: &str = "www.plain.test/A";

@@ -25,7 +25,7 @@ pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop_flag
             tracing::warn!(
                 event = "batch-failed",
                 error = format!("{error:#}"),
-                "the batch sends no requests: it starts again"
+                "the batch client cannot exchange requests with the orchestrator: the client starts again"
             );
             std::thread::sleep(POLL_OR_RECONNECT_INTERVAL);
         }

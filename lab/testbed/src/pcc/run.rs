@@ -60,7 +60,8 @@ fn warn_if_late(method: PccMethod, lateness_us: DelayStatisticsUs) {
             event = "machine-busy",
             method = method.name,
             p99_lateness_ms = lateness_us.p99 / 1_000,
-            "the client was late with one connection in a hundred: the machine is too busy"
+            "the client opened 1 % of its connections at least `p99_lateness_ms` ms late: the machine is too busy for \
+             a valid result"
         );
     }
 }
@@ -221,7 +222,7 @@ impl PccTestEnv {
     }
 }
 
-/// Returns the sum of each counter over all objects, by name, without sums that are 0.
+/// Sums the counters of several JSON objects by name. Returns only the sums above 0.
 fn sum_counters<'a>(counter_objects: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
     let mut sums_by_name = BTreeMap::new();
     for (name, count) in counter_objects.filter_map(serde_json::Value::as_object).flatten() {

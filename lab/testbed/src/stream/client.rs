@@ -71,7 +71,7 @@ pub struct StreamClientArgs {
 /// Rate, number and duration of the connections that a stream client opens.
 #[derive(Debug, Clone, PartialEq, clap::Args)]
 pub struct StreamWorkload {
-    /// Number of clients; each has the complete mix (908 requests) in progress at most once
+    /// Number of clients; a client repeats each of the mix's 908 requests only after that request has ended
     #[arg(long, default_value_t = Self::default().clients, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub clients: u32,
     /// Requests per second before the wave, at its start and at its end

@@ -187,7 +187,7 @@ impl CheckedHost {
         Self { namespace: host.clone(), config_path, baseline_report }
     }
 
-    /// Asserts that doctor reports the finding `check` in addition to those of the baseline, and no further finding.
+    /// Asserts that `check` is the only finding that doctor reports in addition to the findings before any fault.
     fn assert_only_new_finding(
         &self,
         env: &DoctorTestEnv,

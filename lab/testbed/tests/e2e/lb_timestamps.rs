@@ -12,7 +12,8 @@ use serde_json::Value;
 
 use crate::support::{FleetTestEnv, assert_eventually, assert_streams_unbroken};
 
-/// Starts one server for each value in `tcp_timestamps`, its net.ipv4.tcp_timestamps, which also applies to IPv6.
+/// Starts one server for each value in `tcp_timestamps`, and sets its net.ipv4.tcp_timestamps to the value. This sysctl
+/// also applies to IPv6.
 fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> FleetTestEnv {
     let options = TestbedOptions {
         instance_name: instance.to_owned(),

@@ -96,8 +96,8 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
     });
 }
 
-/// Tests that new connections do not depend on the running daemon. If a veth's other end has only GRO, native XDP works
-/// only as long as the daemon's frames wake that end's poll.
+/// Tests that clients can still connect after the daemon was killed, with native and with generic XDP. Native XDP would
+/// fail if the veth's other end had only GRO, because only the daemon's frames wake that end's poll.
 #[test]
 fn new_connections_continue_when_the_daemon_is_killed() {
     skip_if!(find_missing_testbed_rights());

@@ -16,9 +16,9 @@ const LOG_TIMEOUT: Duration = Duration::from_secs(60);
 /// User id that replaces the user in the unit's `User=`, which may not exist on this machine.
 const UNPRIVILEGED_USER_ID: &str = "65534";
 
-/// Shell script that runs a unit's command in a separate root directory. It is an overlay over the machine's root
-/// directory, ends with the mount namespace, and also contains the binary and the files. Only the paths that the unit
-/// leaves writable are writable.
+/// Shell script that runs a unit's command in a separate root directory. This is an overlay over the machine's root
+/// directory that ends with the mount namespace. It contains the binary and the files of /etc/coreward. Only the paths
+/// that the unit leaves writable are writable.
 ///
 /// Arguments: directory for the overlay, binary, directory of /etc/coreward's files, state directory or nothing,
 /// further writable path or nothing, limit of open files, user, bounding set, command.

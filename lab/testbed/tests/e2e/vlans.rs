@@ -66,7 +66,7 @@ fn untagged_clients_reach_ipv6_servers_in_other_vlans() {
     assert!(env.sum_counter("established") > 500);
 }
 
-/// Tests that packets of unknown connections reach their server in a single VLAN, by means of a neighbour entry.
+/// Tests daisy chaining, which needs all servers in one VLAN because it sends packets to another server's MAC address.
 #[test]
 fn daisy_chained_connections_in_one_vlan_survive_pool_changes() {
     skip_if!(find_missing_testbed_rights());

@@ -57,7 +57,8 @@ pub fn assert_connections_answered(connections: &mut [(HttpConnection, WorkerIde
 /// server gets none is about 10^-7 (3 * (2/3)^40).
 pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
-/// Opens connections until each of these servers has enough. Random placement distributes the connections unevenly.
+/// Opens connections until each of these servers has at least `min_connections_per_server`, because random placement is
+/// uneven. Panics after 400 connections.
 pub fn open_connections_at_each_server(
     testbed: &Testbed,
     servers: &[u16],

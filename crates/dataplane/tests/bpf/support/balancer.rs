@@ -52,7 +52,7 @@ pub enum ExpectedIdentification {
     PreviousServer(Option<ServerId>),
 }
 
-/// Returns `frame` with this IP identification and a correct header checksum, or with this IPv6 flow label.
+/// Returns `frame` with `identification` as its IP identification (with a correct header checksum) or IPv6 flow label.
 fn frame_with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
     let mut changed_frame = frame.to_vec();
     if super::is_ipv6(&changed_frame) {
@@ -118,8 +118,7 @@ impl TestBalancer {
         )
     }
 
-    /// Returns a balancer whose results are not compared with those of a model, so that broadcast limits may depend on
-    /// time.
+    /// Returns a balancer whose results are not compared with those of a model, so that `options` may limit broadcasts.
     pub fn without_model(
         services: &[(ServiceAddress, ServiceSettings)],
         options: LoadBalancerOptions,
@@ -159,7 +158,7 @@ impl TestBalancer {
         self.lb.set_cookie_keys(&self.fleet_keys);
     }
 
-    /// Returns a TSval with the server's id as its cookie, stamped with one of the two keys at random.
+    /// Returns a TSval with the server's id as its cookie, stamped with one of the fleet's two keys at random.
     pub fn stamp_by_random_key(&self, tuple: &FourTuple, server: ServerId, rng: &mut impl Rng) -> u32 {
         let current = if rng.next_u32() & 1 == 0 { CookieKeyIndex::First } else { CookieKeyIndex::Second };
         let keys = FleetCookieKeys { current_key_index: current, ..self.fleet_keys };

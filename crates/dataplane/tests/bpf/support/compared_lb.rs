@@ -27,7 +27,7 @@ use coreward_model::{ServerId, ServiceAddress};
 const NANOSECONDS_PER_SECOND: u64 = 1_000_000_000;
 const ZERO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
 
-/// Broadcast rate that no test exceeds. As the model has another clock, it would drop other packets than the program.
+/// Broadcast rate that no test exceeds. At a lower rate, the model and the program would differ, as their clocks do.
 const UNLIMITED_RATE: PacketRateLimit = PacketRateLimit { packets_per_second: 1, burst_packets: u32::MAX };
 
 /// BPF load balancer and its reference model, whose results are compared. Reads go to the program, changes to both. A

@@ -23,7 +23,7 @@ const ETHERNET_HEADER_BYTES: usize = 14;
 
 pub use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
-/// Time key of a service whose server takes no part in the test.
+/// Key that masks the time in TSvals of a service whose server takes no part in the test.
 pub const FOREIGN_TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
 /// Returns the time of the kernel's TSval clock, which is CLOCK_MONOTONIC in ms.
@@ -168,8 +168,8 @@ impl UdpDatagram {
         }
     }
 
-    /// Returns the datagram or fragment as a frame. Later fragments have no UDP header. The UDP length in a first
-    /// fragment is that of a datagram in two fragments with equally long payloads.
+    /// Returns the datagram or fragment as a frame. Later fragments have no UDP header. The UDP length of a first
+    /// fragment assumes that two fragments have equally long payloads.
     pub fn to_frame(&self) -> Vec<u8> {
         let is_later_fragment = self.flags_and_offset & 0x1fff != 0;
         let udp_length = 8 + self.payload.len() * if self.flags_and_offset & MORE_FRAGMENTS_FLAG != 0 { 2 } else { 1 };

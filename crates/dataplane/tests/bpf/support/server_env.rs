@@ -120,7 +120,7 @@ impl ServerTestEnv {
     }
 
     /// Asserts that neither the client's nor the server's kernel has counted an error. Retransmissions are allowed,
-    /// because on few CPUs veth sometimes loses a packet, even without programs.
+    /// because veth sometimes loses a packet on few CPUs, even without BPF programs.
     pub fn assert_no_errors(&self) {
         for host in [&self.veth_pair.client, &self.veth_pair.server] {
             for counter in
@@ -202,8 +202,8 @@ impl PacketSniffer {
     }
 
     /// Waits until the server has processed all packets sent so far and its replies have arrived. Returns the first 160
-    /// bytes of each packet received until then. To detect this, sends an ARP request after the packets. On a single
-    /// CPU, the server answers it last.
+    /// bytes of each packet of the sniffer's family. An ARP request follows the packets, and the wait ends with its
+    /// reply, because on a single CPU the server answers it last.
     pub fn collect_frames_until_processed(&self, env: &ServerTestEnv) -> Vec<Vec<u8>> {
         static ARP_REQUEST_COUNT: AtomicU32 = AtomicU32::new(0);
         let request_number = ARP_REQUEST_COUNT.fetch_add(1, Ordering::Relaxed).to_be_bytes();

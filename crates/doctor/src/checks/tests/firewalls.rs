@@ -15,7 +15,7 @@ fn new_chain(hook: &str, drops_packets: bool, accepts_packets: bool, tracks_conn
     }
 }
 
-/// Returns the warnings and faults about `chain`, for a service that the load balancer or its server stamps.
+/// Returns the warnings and faults about `chain`, for a service whose cookies are written by load balancers or servers.
 fn problems_with_chain(
     role: MachineRole,
     chain: NetfilterChain,

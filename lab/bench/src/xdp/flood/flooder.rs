@@ -113,8 +113,8 @@ impl Drop for SynFlooder {
     }
 }
 
-/// Binds the calling thread to `cpu`, and creates a runner of SYNs in a new network namespace. The SYNs arrive on
-/// another receive queue than the measured packets, as on a NIC with RSS, because counters have a row per queue.
+/// Binds the calling thread to `cpu`, and creates a runner of SYNs in a new network namespace. The SYNs have another
+/// receive queue and row of counters than the measured packets, as on a NIC with RSS.
 fn create_flood_runner(cpu: usize) -> anyhow::Result<PacketRunner> {
     cpus::bind_to_cpu(THIS_THREAD, cpu)?;
     namespace::enter_new_network_namespace()?;

@@ -20,7 +20,7 @@ pub struct VethPair {
     pub tested_end: String,
 }
 
-/// Number of frames that a device has received and CPU time of its NAPI thread, both since their creation.
+/// Number of frames that a device has received, and CPU time of its NAPI thread, since they were created.
 #[derive(Debug, Clone, Copy)]
 pub struct NapiUsage {
     pub received_frames: u64,

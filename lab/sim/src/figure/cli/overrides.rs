@@ -18,7 +18,7 @@ pub struct LiveFigureOverrides {
     /// Seconds per point, for scenarios with a duration
     #[arg(long, value_parser = parse_seconds, conflicts_with_all = ["all", "list", "scenario"])]
     seconds: Option<f64>,
-    /// Measure only these series, by policy
+    /// Measure only the series with these labels
     #[arg(long, value_name = "LABEL,...", value_delimiter = ',', conflicts_with_all = ["all", "list", "scenario"])]
     series: Vec<String>,
     /// Measure only these values of the x axes, such as loads

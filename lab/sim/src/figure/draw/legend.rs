@@ -7,7 +7,7 @@ use super::style::{self, SMALL_FONT_SIZE_PX, TEXT_FONT_SIZE_PX};
 use crate::figure::scenario::FigureScenario;
 use crate::figure::table::FigureTable;
 
-/// Height of a legend row (pixels). The next constants are the width of a sample line and the gap between two entries.
+/// Height of a legend row (pixels).
 const ROW_HEIGHT_PX: i32 = 22;
 const SAMPLE_WIDTH_PX: i32 = 34;
 const ENTRY_SPACING_PX: i32 = 22;

@@ -13,7 +13,7 @@ use super::style::{
 use crate::figure::scenario::{FigurePanel, FigureScenario, PlotType};
 use crate::figure::table::{CurveCell, FigureCurve, PanelTable, PublishedCell, format_number};
 
-/// Margin above the area that shows the data (pixels). The next constants are the margins to its right and below it.
+/// Margin above the area that shows the data (pixels).
 const TOP_MARGIN_PX: i32 = 34;
 const RIGHT_MARGIN_PX: i32 = 18;
 const BOTTOM_MARGIN_PX: i32 = 62;

@@ -12,7 +12,7 @@ use crate::trace::TraceSource;
 /// Name of load balancer simulations in scenario files.
 pub const SIMULATION_KIND: &str = "lb";
 
-/// Assignment of the entries of a server's RSS indirection table to its cores.
+/// Method by which the entries of a server's RSS indirection table are assigned to the server's cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IndirectionTableAssignment {
@@ -59,8 +59,8 @@ impl LbParameters {
         Ok(parameters)
     }
 
-    /// Returns the run that measures a metric, and the query that selects its value from the outcome. One run replays
-    /// the traffic for all `policies`, and for all seeds if they have the same traffic.
+    /// Returns the run that measures a metric, and the query that selects its value from the outcome. The run replays
+    /// the traffic for every policy in `policies`, and for all seeds if the traffic does not depend on them.
     pub fn build_job(
         &self,
         measure: FigureMetric,

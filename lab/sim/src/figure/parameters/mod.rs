@@ -29,7 +29,7 @@ pub enum ScenarioParameterError {
     NotSwept {
         kind: &'static str,
         sweep_axis: SweepAxis,
-        /// Further explanation, which is appended to the error message.
+        /// Reason why the parameter cannot be swept, which the error message shows at its end. May be empty.
         detail: &'static str,
     },
     /// The swept parameter has a value that is not allowed.

@@ -11,7 +11,7 @@ pub const SIMULATION_KIND: &str = "path";
 
 parameters! {
     /// Parameters in a scenario's `[path]` section. Their names are those of `coreward-lab sim path --help`. Times
-    /// without a unit are in short service times.
+    /// without a unit are in units of service time (see [`ServiceTimeDistribution`]).
     pub struct PathParameters {
         /// Policy by which the load balancer assigns connections to servers.
         pub policy: String,
@@ -22,21 +22,21 @@ parameters! {
         pub cores: u16,
         /// Distribution of the requests' service times.
         pub service: ParsedTextParameter<ServiceTimeDistribution>,
-        /// Duration of the short service time, which is the unit of other times (us).
+        /// Duration of the unit of service time (us).
         pub unit_us: f64,
-        /// One-way latency between NIC and cores.
+        /// One-way latency between NIC and cores, in units of service time.
         pub latency: f64,
         /// Offered load as a fraction of the total capacity of all cores.
         pub load: f64,
         pub requests_per_connection: f64,
-        /// Mean time between two successive requests of a connection.
+        /// Mean time between two successive requests of a connection, in units of service time.
         pub request_gap: f64,
         /// Interval between two reports of a server (ms).
         pub report_ms: f64,
         /// Time at which agents read their cores' loads, either `aligned` (all at once) or `random` (each at its own
         /// time).
         pub report_phase: ReportPhase,
-        /// Duration of the windows in which the load variance is measured (ms).
+        /// Duration of the windows for the variances between servers and between cores (ms).
         pub window_ms: f64,
         /// Time during which connections arrive (s).
         pub seconds: f64,

@@ -15,14 +15,14 @@ pub const SIMULATION_KIND: &str = "rpc";
 
 parameters! {
     /// Parameters in a scenario's `[rpc]` section. Their names are those of `coreward-lab sim rpc --help`. Times are in
-    /// short service times.
+    /// units of service time (see [`ServiceTimeDistribution`]).
     pub struct RpcParameters {
         /// Policy that assigns requests to cores.
         pub policy: ParsedTextParameter<CoreSelectionPolicy>,
         pub cores: u16,
         /// Distribution of the requests' service times.
         pub service: ParsedTextParameter<ServiceTimeDistribution>,
-        /// One-way latency between NIC and cores.
+        /// One-way latency between NIC and cores, in units of service time.
         pub latency: f64,
         /// Offered load as a fraction of the cores' total capacity.
         pub load: f64,
@@ -30,12 +30,12 @@ parameters! {
         pub requests: u64,
         /// Number of connections over which the requests are distributed.
         pub connections: NonZeroU32,
-        /// Duration of the time windows for which a figure over time shows latencies.
+        /// Duration of each time window in a figure of latencies over time, in units of service time.
         pub window: f64,
-        /// Maximum number of requests that a dispatcher in front of the cores can process per short service time. Below
-        /// this limit it adds no delay.
+        /// Maximum number of requests that a dispatcher in front of the cores can process per unit of service time.
+        /// Below this limit it adds no delay.
         pub dispatcher_limit: f64,
-        /// Upper bound of the p99 latency in searches for the peak load (SLO).
+        /// Upper bound of the p99 latency in searches for the peak load (SLO), as a multiple of `slo_unit`.
         pub slo: f64,
         /// Requests whose p99 latency the SLO bounds, either `short` (default) or `all`.
         pub slo_of: NamedChoiceParameter<rpc::SloMetric>,

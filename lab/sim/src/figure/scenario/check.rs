@@ -223,7 +223,7 @@ fn check_quantity(
     check_claimed_x(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
-/// Checks that all panels of the claim show the same metric, and that `at` is one of their x values.
+/// Checks that all panels to which the claim refers show the same metric, and have `at` as an x value if it is given.
 fn check_claimed_x(
     scenario: &FigureScenario,
     claim: &Assertion,

@@ -30,13 +30,13 @@ pub struct RingLeaderServer {
     assignment_changes_to_nic: DelayLine<(u8, Vec<CoreAssignmentChange>)>,
 }
 
-/// Number of consecutive epochs without waiting requests after which a service gives up a core. RingLeader's paper does
+/// Number of consecutive checks without waiting requests after which a service gives up a core. RingLeader's paper does
 /// not state this number.
 const EPOCHS_WITHOUT_WAITING_REQUESTS: u32 = 4;
 
 impl RingLeaderServer {
-    /// Creates a server with `cores` cores. Cores beyond the number in `core_allocator` serve no requests. Load
-    /// monitors check every `check_interval`, and `latency` is the one-way latency between NIC and cores.
+    /// Creates a server with `cores` cores, of which only those in `core_allocator` serve requests. Load monitors check
+    /// the queues every `check_interval`. `latency` is the one-way latency between NIC and cores.
     pub fn new(
         mut server: PriorityNicServer,
         cores: u16,

@@ -71,7 +71,7 @@ pub trait ResponseSink {
     fn handle_response(&mut self, response: &SimulatedResponse);
 }
 
-/// Interface of a simulated server, which the simulation around it calls.
+/// Simulated server. The simulation adds requests to it and advances its time.
 pub trait QueueingServer<S: ResponseSink> {
     /// Processes all of the server's events up to and including the time `end_time`.
     fn advance(&mut self, end_time: Tick, sink: &mut S);

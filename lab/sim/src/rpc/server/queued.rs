@@ -19,7 +19,8 @@ pub trait QueueDiscipline {
     fn core_busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
-/// Cores behind the interface, which serve requests in the order that a discipline determines. Each core has one timer.
+/// Cores that serve requests in the order that a discipline determines, behind the interface to the NIC. Each core has
+/// one timer.
 #[derive(Debug)]
 pub struct QueueDisciplineCores<Q> {
     discipline: Q,

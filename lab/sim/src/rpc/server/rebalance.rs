@@ -20,7 +20,7 @@ pub struct RebalancedServer {
     server: NicServer<RssDispatcher, FifoCores>,
     rebalance_interval: Tick,
     next_rebalance_at: Tick,
-    /// Total work of the requests that have arrived so far, for each bucket.
+    /// Total work of the requests that have arrived so far, for each bucket (ticks).
     bucket_work: Vec<u64>,
 }
 

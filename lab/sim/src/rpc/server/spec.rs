@@ -33,7 +33,7 @@ pub struct ServerSpec<'a> {
 pub trait ServerVisitor<S: ResponseSink> {
     type Output;
 
-    /// Uses the server, whose concrete type is known at compile time.
+    /// Visits the server, whose concrete type is known at compile time, and returns the visitor's result.
     fn visit_server(self, server: impl QueueingServer<S> + 'static) -> Self::Output;
 }
 

@@ -65,9 +65,9 @@ impl LinkType {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PacketSkipReason {
-    /// The packet has another network protocol, such as ARP, LLDP or MPLS.
+    /// The packet is not IP but, for example, ARP, LLDP or MPLS.
     NotIp,
-    /// The packet has another transport protocol, such as ICMP, GRE or ESP.
+    /// The packet is neither TCP nor UDP but, for example, ICMP, GRE or ESP.
     OtherProtocol,
     /// The packet is a fragment other than the first, and therefore has no ports.
     Fragment,

@@ -54,8 +54,8 @@ pub struct OpenedTraceFile {
     pub format: TraceFileFormat,
 }
 
-/// Opens a trace file, and decompresses it if it is compressed (once only). Fails when it cannot be read, or is neither
-/// a capture nor an arrival log.
+/// Opens a trace file, which may be compressed once. Fails when it cannot be read, or is neither a capture nor an
+/// arrival log.
 pub fn open_trace_file(path: &Path) -> Result<OpenedTraceFile, TraceError> {
     let path_to_text = || path.display().to_string();
     let to_file_error = |error| TraceError::File { path: path_to_text(), error };

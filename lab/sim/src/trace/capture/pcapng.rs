@@ -10,12 +10,12 @@ use super::headers::{LinkType, PacketSkipReason};
 use super::input::BoxedReader;
 use super::records::{CapturedFrame, FrameParser, ReadStopReason};
 
-/// Initial size of the library's buffer (bytes). The next constant is the maximum size of a block.
+/// Initial size of the library's buffer (bytes).
 const INITIAL_BUFFER_BYTES: usize = 1 << 20;
 const MAX_BLOCK_BYTES: usize = 1 << 25;
 
-/// Reader that fills the whole buffer in each read, because the library needs a file's first block in its first read.
-/// Signals a normal end of file at the point where a compressed file is truncated.
+/// Reader that fills the whole buffer in each read, because the library needs a file's first block in its first read. A
+/// truncated compressed file appears to end normally where it is truncated.
 struct FullBufferReader(BoxedReader);
 
 impl Read for FullBufferReader {

@@ -7,7 +7,7 @@ use super::headers::{self, AddressPair, FLAG_IPV6_ADDRESSES, LinkType, PacketSki
 
 const PACKETS_PER_BATCH: usize = 32_768;
 
-/// Maximum number of packets cut off before their ports. Beyond it, reading stops unless more packets have ports.
+/// Number of packets cut off before their ports above which reading stops if they are the majority.
 const MAX_TOLERATED_CUT_OFF_PACKETS: u64 = 100;
 
 /// Reason why reading stopped before the end of the file.
@@ -51,7 +51,7 @@ pub struct PacketRecordBatch {
     pub ipv6_addresses: Vec<[u8; 32]>,
     /// Number of skipped packets for each reason.
     skip_counts: [u64; PacketSkipReason::COUNT],
-    /// Number of packets whose time stamp is earlier than that of the packet before, within the tolerance.
+    /// Number of packets whose time stamp is earlier than that of the packet before, by at most `REORDER_TOLERANCE_NS`.
     pub reordered_packet_count: u64,
 }
 
@@ -142,8 +142,8 @@ impl FrameParser {
         self.record_batch.skip_counts[reason as usize] += 1;
     }
 
-    /// Returns the packet's time since the first packet, but at least the time of the packet before. Fails when the
-    /// time stamp precedes the earlier packet's by more than the tolerance.
+    /// Returns the packet's time since the first packet (ns), but at least the time of the packet before. Fails when
+    /// the time stamp is more than [`REORDER_TOLERANCE_NS`] earlier than a previous one.
     #[inline]
     fn compute_ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, ReadStopReason> {
         let first_ns = *self.first_packet_ns.get_or_insert(time_ns);
