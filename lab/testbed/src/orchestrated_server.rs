@@ -59,8 +59,7 @@ pub struct OrchestratedServerArgs {
     /// Cores that are reserved for services 0 and 1: one number for both, or two as in 2:0
     #[arg(long, default_value_t = ReservedCores([1, 1]))]
     reserved: ReservedCores,
-    /// Interval of the load monitor's checks (us); after four checks in a row without waiting requests, a core is given
-    /// up
+    /// Interval of the load monitor's checks (us); after four checks without waiting requests, a core is given up
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     epoch_us: u64,
     /// Emulate service times: cores sleep for the service time, so that many cores fit on few CPUs
