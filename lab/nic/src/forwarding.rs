@@ -30,8 +30,8 @@ const PACKET_RATE_RANGE: std::ops::RangeInclusive<u32> = 1_000..=64_000;
 /// Time after which reported loads and placement tables reflect a new packet rate.
 const LOAD_SETTLE_TIME: Duration = Duration::from_secs(3);
 /// Interval between two flushes of QEMU's receive queues, which may otherwise stay full
-/// ([`QemuMonitor::flush_receive_queues`]).
-const QUEUE_FLUSH_INTERVAL: Duration = Duration::from_millis(100);
+/// ([`QemuMonitor::flush_receive_queues`]). With a longer interval, a higher rate can load the core less.
+const QUEUE_FLUSH_INTERVAL: Duration = Duration::from_millis(25);
 const ROUNDS_PER_MEASUREMENT: u8 = 4;
 /// Maximum number of transmissions of each SYN. The loaded core drops some.
 const MAX_SYN_TRANSMISSIONS: usize = 10;
